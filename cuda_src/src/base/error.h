@@ -45,7 +45,8 @@ enum class Status : int {
 
 // An error with a machine-readable status, one line of text that names the thing, what was expected and what was found, and
 // details for programs (key, value): "field", "bytes_needed", "engine_mode", ...
-class Error : public std::exception {
+// note: default visibility, because the CUDA library throws it across the boundary of a shared object.
+class __attribute__((visibility("default"))) Error : public std::exception {
  public:
   using Details = std::vector<std::pair<std::string, std::string>>;
 
