@@ -1,0 +1,163 @@
+// Text to token ids and back: the facade over the byte-level BPE and SentencePiece models. It knows
+// no file format: the caller fills a VocabSource. Immutable after create(), so any number of
+// threads may use one Tokenizer.
+//
+// Text is UTF-8. encode() refuses invalid UTF-8 (cut sequences, overlong forms, surrogates, bytes
+// above 0xF4) with kInvalidArgument and the byte offset; NUL is a character like any other.
+// Decoding adds, strips and tidies nothing, and gives U+FFFD for each maximal invalid part, as the
+// WHATWG decoder does.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/span.h"
+
+namespace xllm {
+
+class TextModel;
+class Vocab;
+
+// Values of tokenizer.ggml.token_type.
+enum class TokenType : int32_t {
+  kUndefined = 0,
+  kNormal = 1,
+  kUnknown = 2,
+  kControl = 3,  // from text only with parse_special; to text only with render_special
+  kUserDefined =
+      4,  // always matched in text, longest first, before pre-tokenising; ordinary text in output
+  kUnused = 5,  // padding rows: accepted in prompts, decode to nothing, never chosen
+  kByte = 6,    // SentencePiece byte fallback, <0x00> to <0xFF>
+};
+
+// What a model file says about its vocabulary. create() copies all it keeps: nothing here need
+// outlive that call.
+struct VocabSource {
+  std::string model;               // tokenizer.ggml.model: "gpt2", "llama" or "no_vocab"
+  std::optional<std::string> pre;  // pre-tokenizer name; gpt2 only, never guessed
+  std::string pre_source = "tokenizer.ggml.pre";  // where `pre` came from (key or flag), echoed
+  std::vector<std::string_view>
+      tokens;                 // as stored: GPT-2's byte alphabet, or U+2581 for the space
+  Span<const float> scores;   // llama: one per token; gpt2: unused, may be empty
+  Span<const int32_t> types;  // TokenType values; empty: all kNormal
+  std::vector<std::string_view> merges;  // gpt2: "left right", best first
+  int32_t num_rows = 0;                  // rows of the head, padding included; 0: tokens.size()
+  std::optional<int32_t> bos, eos, eot, eom, unk, pad, sep;  // tokenizer.ggml.*_token_id
+  std::optional<bool> add_bos,
+      add_eos;  // tokenizer.ggml.add_{bos,eos}_token; unset: the family's default
+  std::optional<bool> add_space_prefix;          // llama only; unset: true
+  std::optional<bool> remove_extra_whitespaces;  // llama only; unset: false
+  std::string_view chat_template;  // Jinja source; read only to learn what ends an assistant turn
+};
+
+struct EncodeOptions {
+  bool add_special =
+      true;  // BOS and EOS as the vocabulary asks; a BOS the text already gave is not doubled
+  bool parse_special = false;  // CONTROL tokens written out in the text become those tokens
+};
+
+// A run of rendered chat text. Control tokens are recognised only where every byte of them comes
+// from the template.
+struct Segment {
+  std::string_view text;
+  bool is_template = false;
+};
+
+struct DecodeOptions {
+  bool render_special = false;  // CONTROL and UNKNOWN tokens as their names
+  // The ids go on from a prompt: keep the first piece's space. When false, the one space that
+  // SentencePiece puts before a text is taken off again. No effect on byte-level BPE.
+  bool is_continuation = false;
+};
+
+// One member of the end-of-generation set and why it is in it: a key's name, "token name" or "chat
+// template".
+struct EndToken {
+  int32_t id;
+  std::string source;
+};
+
+class Tokenizer {
+ public:
+  // Builds the look-up tables. kModelUnsupported: unknown model or pre-tokenizer name.
+  // kModelMalformed: arrays of unequal length, ids out of range, a merge that is not a pair. A gpt2
+  // vocabulary without a pre-tokenizer name and "no_vocab" are created; their text calls throw
+  // kNoTokenizer.
+  static std::unique_ptr<Tokenizer> create(const VocabSource &source);
+  ~Tokenizer();
+  Tokenizer(const Tokenizer &) = delete;
+  Tokenizer &operator=(const Tokenizer &) = delete;
+
+  // Time O(n log n) in the text, memory O(n), stack O(1). kInvalidArgument: invalid UTF-8, or more
+  // than 2^31 - 1 bytes. kNoTokenizer: see create().
+  std::vector<int32_t> encode(std::string_view text, const EncodeOptions &options = {}) const;
+
+  // Encodes the joined segments as one text, with parse_special for template text only.
+  // plain_in_messages: USER_DEFINED ids that message text may not produce either (markers which the
+  // service's own parsers react to).
+  std::vector<int32_t> encode_segments(Span<const Segment> segments, bool add_special = false,
+                                       Span<const int32_t> plain_in_messages = {}) const;
+
+  // Always valid UTF-8; equal to a Detokenizer's pieces joined. kInvalidArgument: an id outside [0,
+  // vocab_size()), with its position. kNoTokenizer: no vocabulary.
+  std::string decode(Span<const int32_t> ids, const DecodeOptions &options = {}) const;
+
+  // Whether decoding takes off the one space that the tokenizer puts before a text.
+  bool has_space_prefix() const;
+
+  // Whether text calls work; without_text_reason() says why not and what to do ("" when they do).
+  bool has_text() const { return without_text_reason_.empty(); }
+  const std::string &without_text_reason() const { return without_text_reason_; }
+
+  // Rows of the head, padding included; ids are in [0, vocab_size()).
+  int32_t vocab_size() const;
+  // How many ids may be chosen, and whether this one may: UNUSED and padding rows never are (any id
+  // is with "no_vocab").
+  int32_t num_real_tokens() const;
+  bool is_choosable(int32_t id) const;
+
+  // Raw bytes of the piece, mapped back from the file's alphabet; a CONTROL token's name. Empty for
+  // padding rows. Valid as long as the tokenizer. The id must be in range.
+  std::string_view token_bytes(int32_t id) const;
+  TokenType token_type(int32_t id) const;
+  // The id of the CONTROL, USER_DEFINED or UNKNOWN token with exactly this name.
+  std::optional<int32_t> find_special(std::string_view name) const;
+
+  std::optional<int32_t> bos() const { return bos_; }
+  std::optional<int32_t> eos() const { return eos_; }
+  bool add_bos() const { return add_bos_; }
+  bool add_eos() const { return add_eos_; }
+
+  // Union of the eos, eot and eom keys, CONTROL tokens with known end names, and what the template
+  // ends an assistant turn with; ascending by id, each id once with its first source. Never a token
+  // that starts a turn.
+  const std::vector<EndToken> &end_of_generation() const { return end_of_generation_; }
+  bool is_end_of_generation(int32_t id) const;
+
+  const std::string &model() const { return model_; }  // "gpt2", "llama", "no_vocab"
+  const std::string &pre_tokenizer() const {
+    return pre_tokenizer_;
+  }  // "" where the model has none
+  const std::string &pre_tokenizer_source() const { return pre_tokenizer_source_; }
+
+ private:
+  explicit Tokenizer(const VocabSource &source);
+
+  std::unique_ptr<const Vocab> vocab_;  // ids, pieces, types
+  std::unique_ptr<const TextModel>
+      text_model_;  // BPE or SentencePiece; null where text calls are refused
+  std::string model_;
+  std::string pre_tokenizer_;
+  std::string pre_tokenizer_source_;
+  std::string without_text_reason_;
+  std::optional<int32_t> bos_, eos_;
+  bool add_bos_ = false;
+  bool add_eos_ = false;
+  std::vector<EndToken> end_of_generation_;
+};
+
+}  // namespace xllm
