@@ -1,0 +1,1 @@
+"""Client of xLLM: streams tokens of GGUF models over gRPC."""
