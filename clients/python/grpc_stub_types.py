@@ -32,7 +32,7 @@ class _Context(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[
 
 
 def stub_types(files: FileDescriptorSet) -> dict[str, str]:
-    """Return the text of each `xllm/v1/*_pb2_grpc.pyi`, by its path, for the files that have services.""""
+    """Return the text of each `xllm/v1/*_pb2_grpc.pyi`, by its path, for the files that have services."""
     modules = {
         f".{file.package}.{message.name}": _module(file) for file in files.file for message in file.message_type
     }
