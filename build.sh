@@ -100,10 +100,12 @@ cuda_options() {
   CMAKE_OPTIONS[1]="-DXLLM_CUDA_WHEELS_DIR=$("$PY" -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13"
 }
 
+cmake_key() { echo "$PWD" "${CXX:-}" "${CUDACXX:-}" "${CMAKE_OPTIONS[@]}"; }
+
 # What an editable install depends on besides the sources that CMake tracks itself.
 install_key() {
   cat pyproject.toml clients/python/pyproject.toml requirements/build.txt requirements/run.txt
-  echo "$PWD" "${CXX:-}" "${CMAKE_OPTIONS[@]}"
+  cmake_key
 }
 
 build() {
@@ -113,6 +115,9 @@ build() {
   if [ "$(install_key)" != "$(cat $BUILD/.installed 2> /dev/null)" ] || [ ! -e "$VENV/bin/xllm" ]; then
     say "building and installing, editable"
     mkdir -p "$BUILD"
+    # A compiler once chosen stays in CMake's cache: other options begin a new one.
+    if [ "$(cmake_key)" != "$(cat $BUILD/.options 2> /dev/null)" ]; then rm -rf "$BUILD/CMakeCache.txt" "$BUILD/CMakeFiles"; fi
+    cmake_key > "$BUILD/.options"
     "$PY" -m pip install -q --no-deps --no-build-isolation -e clients/python
     local option settings=(-C "build-dir=$BUILD" -C "cmake.define.XLLM_BUILD_TESTS=ON" -C "build.verbose=false")
     for option in "${CMAKE_OPTIONS[@]}"; do settings+=(-C "cmake.define.${option#-D}"); done
@@ -121,7 +126,7 @@ build() {
     grep -hoE 'xLLM: .*' "$BUILD/install.log" | sort -u >&2 || true
     install_key > "$BUILD/.installed"
   else
-    cmake --build "$BUILD" --parallel "$(jobs_wanted)" | { grep -vE '^ninja: no work|^\[0/' || true; }
+    cmake --build "$BUILD" --parallel "$(jobs_wanted)" -- --quiet
     cmake --install "$BUILD" --component python --prefix "$("$PY" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" > /dev/null
   fi
 }
