@@ -9,29 +9,32 @@
 //   8       8     u64 num_tensors
 //   16      8     u64 num_keys
 //   24            num_keys x { string key; u32 type; value }
-//                 num_tensors x { string name; u32 num_dims; u64 dims[num_dims]; u32 type; u64
-//                 offset } zero bytes up to a multiple of the alignment the tensor data; each
-//                 tensor starts at its `offset` from here
+//                 num_tensors x { string name; u32 num_dims; u64 dims[num_dims]; u32 type;
+//                                 u64 offset }
+//                 zero bytes up to a multiple of the alignment
+//                 the tensor data; each tensor starts at its `offset` from here
 //
-//   string    u64 size, then that many bytes; no terminator
-//   value     u8 i8 bool: 1 byte (a bool is 0 or 1); u16 i16: 2; u32 i32 f32: 4; u64 i64 f64: 8;
-//   string; array array     u32 element type; u64 count; count values. Arrays may hold arrays dims
-//   dims[0] is the contiguous one: a matrix of `rows` rows of `cols` elements has dims {cols, rows}
-//   alignment the integer under the key general.alignment, 32 without it
+//   string     u64 size, then that many bytes; no terminator
+//   value      u8 i8 bool: 1 byte (a bool is 0 or 1); u16 i16: 2; u32 i32 f32: 4;
+//              u64 i64 f64: 8; string; array
+//   array      u32 element type; u64 count; count values. Arrays may hold arrays
+//   dims       dims[0] is the contiguous one: `rows` rows of `cols` elements have {cols, rows}
+//   alignment  the integer under the key general.alignment, 32 without it
 //
 // What is refused, beyond bytes that contradict this table:
-//   kModelUnsupported  version 1 and 4 and up; big-endian files; value or tensor types that this
-//   build does not know kModelTruncated    anything that runs past the end of the file
-//   kModelMalformed    a key or tensor name given twice, empty, or longer than 65,535 (key) or 64
-//   (tensor) bytes; more than 2^20
-//                      keys or tensors; arrays nested more than 4 deep; alignment not a power of
-//                      two or under 8; 0 or more than 4 dimensions, a dimension of 0, more than
-//                      2^63 - 1 elements or bytes; rows that are not whole quant blocks; tensors
-//                      off the alignment or over one another
+//
+//   kModelUnsupported  version 1, or 4 and up; big-endian files; value and tensor types that this
+//                      build does not know
+//   kModelTruncated    anything that runs past the end of the file
+//   kModelMalformed    a key or tensor name that is empty, given twice, or longer than 65,535
+//                      (key) or 64 (tensor) bytes; more than 2^20 keys or tensors; arrays nested
+//                      more than 4 deep; alignment under 8 or not a power of two; 0 or more than
+//                      4 dimensions, a dimension of 0, more than 2^63 - 1 elements or bytes; rows
+//                      that are not whole quant blocks; tensors off the alignment or overlapping
 //
 // A model may be split over files PREFIX-00001-of-00003.gguf, ... Each is a GGUF file of its own
-// with the keys split.no (from 0) and split.count; metadata is the first one's. A later file may
-// only repeat the first one's keys (or hold general.* and split.*).
+// with the keys split.no (from 0) and split.count; metadata is the first one's. The others may
+// hold split.* and general.* and repeat keys of the first with the same value, nothing else.
 #pragma once
 
 #include <cstdint>

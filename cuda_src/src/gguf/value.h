@@ -130,6 +130,9 @@ class GgufValue {
   // tables: one entry per token).
   void expect_array(GgufType type, uint64_t count) const;
 
+  // The type and the value's bytes in the file: equal for equal values.
+  std::pair<GgufType, std::string_view> raw() const;
+
   // The value as JSON: of an array at most max_elements elements, of a string at most max_bytes
   // bytes (cut between characters and marked with an ellipsis). Bytes that are not UTF-8 become
   // U+FFFD; NaN and infinities become strings.
@@ -140,6 +143,9 @@ class GgufValue {
   [[noreturn]] void fail(const std::string &message) const;
 
  private:
+  const uint8_t *elements() const;  // the first value
+  std::string found() const;        // type and value, for messages
+
   const MappedFile *file_;
   const char *key_;
   const uint8_t *value_;
@@ -150,5 +156,8 @@ class GgufValue {
 // `text` for a one-line message: in quotes-free printable ASCII (other bytes as \xNN), cut after 80
 // bytes.
 std::string printable(std::string_view text);
+
+// A number as JSON, the shortest text that reads back the same; NaN and infinities are strings.
+std::string float_json(double number);
 
 }  // namespace xllm
