@@ -181,7 +181,7 @@ lock() {
 clean() {
   rm -rf "$VENV" build dist
   find clients service cyengine tests \( -name '*_pb2.py' -o -name '*_pb2.pyi' -o -name '*_pb2_grpc.py' \
-    -o -name '*_pb2_grpc.pyi' -o -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+    -o -name '*_pb2_grpc.pyi' -o -name .stubs-key -o -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 }
 
 VERB=build SLOW=0 PYTEST_ARGS=() ARGS=()

@@ -34,7 +34,7 @@ buf_breaking() {
 
 run "ruff format" ruff format --check -q .
 run "ruff" ruff check -q .
-run "mypy" mypy cyengine service/xllm_service clients/python/xllm_client clients/python/generate_stubs.py tests
+run "mypy" mypy cyengine service/xllm_service clients/python tests
 run "import-linter" lint-imports --no-cache
 run "cython-lint" cython_lint
 run "clang-format" clang_format
