@@ -119,11 +119,11 @@ build() {
     if [ "$(cmake_key)" != "$(cat $BUILD/.options 2> /dev/null)" ]; then rm -rf "$BUILD/CMakeCache.txt" "$BUILD/CMakeFiles"; fi
     cmake_key > "$BUILD/.options"
     "$PY" -m pip install -q --no-deps --no-build-isolation -e clients/python
-    local option settings=(-C "build-dir=$BUILD" -C "cmake.define.XLLM_BUILD_TESTS=ON" -C "build.verbose=false")
-    for option in "${CMAKE_OPTIONS[@]}"; do settings+=(-C "cmake.define.${option#-D}"); done
+    local option settings=(--config-settings "build-dir=$BUILD" --config-settings "cmake.define.XLLM_BUILD_TESTS=ON")
+    for option in "${CMAKE_OPTIONS[@]}"; do settings+=(--config-settings "cmake.define.${option#-D}"); done
     "$PY" -m pip install --no-deps --no-build-isolation -e . "${settings[@]}" -v > "$BUILD/install.log" 2>&1 ||
       { grep -vE '^ *(Running|Looking)' "$BUILD/install.log" | tail -n 60 >&2; die "the build failed; all of it is in $BUILD/install.log"; }
-    grep -hoE 'xLLM: .*' "$BUILD/install.log" | sort -u >&2 || true
+    grep -hoE 'xLLM: no CUDA.*' "$BUILD/install.log" | sort -u >&2 || true
     install_key > "$BUILD/.installed"
   else
     cmake --build "$BUILD" --parallel "$(jobs_wanted)" -- --quiet
@@ -158,7 +158,7 @@ wheel() {
   venv
   cuda_options
   local option settings=()
-  for option in "${CMAKE_OPTIONS[@]}"; do settings+=(-C "cmake.define.${option#-D}"); done
+  for option in "${CMAKE_OPTIONS[@]}"; do settings+=(--config-settings "cmake.define.${option#-D}"); done
   "$PY" clients/python/generate_stubs.py
   "$PY" -m pip wheel -q --no-deps --no-build-isolation -w dist clients/python
   "$PY" -m pip wheel -q --no-deps --no-build-isolation -w dist . "${settings[@]}"
