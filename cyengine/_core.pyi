@@ -1,0 +1,177 @@
+"""The engine as Python objects, over the C ABI of ``xllm.h``."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from cyengine.types import (
+    DecodeMode,
+    EndToken,
+    EngineConfig,
+    EngineInfo,
+    EngineStats,
+    Event,
+    Fact,
+    Metadata,
+    ModelInfo,
+    Plan,
+    Request,
+    SlotInfo,
+    TensorInfo,
+    TextPiece,
+)
+
+version: str
+build_id: str
+
+class Model:
+    """An opened GGUF file: metadata, tensors and tokenizer, no weights loaded.
+
+    Raises a :class:`cyengine.errors.ModelError` naming the key or tensor and the byte offset when the file is refused,
+    NotFoundError or IoError when it cannot be read. ``close`` is idempotent; engines made from the model go on without it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, pretokenizer: str | None = None) -> None:
+        """Map the file at `path` (the first shard of a split one).
+
+        Args:
+            path: the GGUF file.
+            pretokenizer: overrides ``tokenizer.ggml.pre``, or stands in where the file lacks it.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+    def close(self) -> None:
+        """Unmap the file."""
+    @property
+    def info(self) -> ModelInfo:
+        """Dimensions and names."""
+    def metadata(self) -> list[Metadata]:
+        """Every key of the file, in its order."""
+    def tensors(self) -> list[TensorInfo]:
+        """Every tensor of the file, in its order."""
+    def facts(self) -> list[Fact]:
+        """What was inferred while reading the file, with its source."""
+    def end_tokens(self) -> list[EndToken]:
+        """The end-of-generation set, with the source of each member."""
+    def encode(
+        self,
+        text: str | bytes | Sequence[TextPiece],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+    ) -> list[int]:
+        """Encode text, or pieces of text that follow one another, into token ids.
+
+        Args:
+            text: the text; in pieces, each says whether it may spell control tokens.
+            add_special: put BOS and EOS where the vocabulary asks for them, BOS exactly once.
+            parse_special: for a plain text: written control tokens become those tokens.
+
+        Raises:
+            NoTokenizerError: the file has no usable tokenizer.
+            InvalidArgumentError: the text is not valid UTF-8.
+        """
+    def decode(self, ids: Sequence[int], *, render_special: bool = False) -> str:
+        """The text of a sequence of ids; bytes that form no code point become U+FFFD."""
+    def token_piece(self, token_id: int) -> tuple[bytes, int]:
+        """The raw bytes of one token and its type (numbers of ``tokenizer.ggml.token_type``)."""
+    def plan(self, config: EngineConfig | None = None) -> Plan:
+        """What an engine with `config` would take on this machine; loads nothing."""
+
+class Engine:
+    """One model on one device, with a step loop on its own thread.
+
+    Thread-safe. ``close`` is idempotent, ends live requests without an event and makes waiting calls raise EngineFailedError.
+    """
+
+    def __init__(self, model: Model | str | os.PathLike[str], config: EngineConfig | None = None) -> None:
+        """Load the weights and start the step loop; waits until both are done.
+
+        Raises:
+            InvalidArgumentError: a field of `config` is out of range.
+            MemoryLimitError: the Plan does not fit; details say bytes_needed, bytes_free and the remedy.
+            UnimplementedError: the backend does not offer the mode or KV type.
+            DeviceError: CUDA was asked for and is not usable.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+    def close(self) -> None:
+        """Stop the step loop and free everything."""
+    @property
+    def model(self) -> Model:
+        """The model that the engine runs."""
+    @property
+    def info(self) -> EngineInfo:
+        """Device, effective options and Plan."""
+    def submit(self, request: Request, *, private: bool = False) -> int:
+        """Queue one request and return its id; never waits for the device.
+
+        Args:
+            request: what to generate.
+            private: its events go only to ``take_events(request_id)``, not into the common queue.
+
+        Raises:
+            InvalidArgumentError: a field is out of range (also PromptTooLongError, NeverFitsError).
+            DecodeModeMismatchError: the engine decodes the other way.
+            QueueFullError: nothing was queued.
+            DrainingError: the engine takes no new work.
+            EngineFailedError: the step loop has stopped.
+        """
+    def cancel(self, request_id: int) -> None:
+        """End a request; its FinishedEvent says CANCELLED. Harmless for one that has ended."""
+    @property
+    def event_fd(self) -> int:
+        """A descriptor that is readable while events of the common queue wait; for an event loop, not to be read or closed."""
+    def take_events(self, request_id: int = 0, timeout_s: float = 0.0) -> list[Event]:
+        """Take what has happened, in order for each request.
+
+        Args:
+            request_id: 0 for the common queue, else a private request.
+            timeout_s: how long to wait while there is nothing; negative: without limit.
+
+        Raises:
+            NotFoundError: no such private request, or its FinishedEvent has been taken.
+            EngineFailedError: the engine was closed.
+        """
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Submit `request` and yield its events; closing the iterator cancels it and returns its slot."""
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        seed: int | None = None,
+        max_tokens: int = 0,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        num_logprobs: int | None = None,
+        stop_strings: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        logit_bias: Mapping[int, float] = ...,
+        decode_mode: DecodeMode = DecodeMode.AUTO,
+        priority: int = 0,
+        max_queue_s: float = 0.0,
+        max_duration_s: float = 0.0,
+    ) -> Iterator[Event]:
+        """``stream`` for a text or ids, with the fields of Request and SamplingParams as keywords."""
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are in go on."""
+    def stats(self) -> EngineStats:
+        """A snapshot; never waits for the step loop."""
+    def slots(self) -> list[SlotInfo]:
+        """A snapshot of every slot; never waits for the step loop."""
