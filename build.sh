@@ -123,7 +123,7 @@ build() {
     for option in "${CMAKE_OPTIONS[@]}"; do settings+=(--config-settings "cmake.define.${option#-D}"); done
     "$PY" -m pip install --no-deps --no-build-isolation -e . "${settings[@]}" -v > "$BUILD/install.log" 2>&1 ||
       { grep -vE '^ *(Running|Looking)' "$BUILD/install.log" | tail -n 60 >&2; die "the build failed; all of it is in $BUILD/install.log"; }
-    grep -hoE 'xLLM: no CUDA.*' "$BUILD/install.log" | sort -u >&2 || true
+    grep -hoE 'xLLM: (no )?CUDA .*' "$BUILD/install.log" | sort -u >&2 || true
     install_key > "$BUILD/.installed"
   else
     cmake --build "$BUILD" --parallel "$(jobs_wanted)" -- --quiet

@@ -20,7 +20,12 @@ run() {
 # Tracked and new files of the working tree, without the ignored ones.
 files() { git ls-files -co --exclude-standard -- "$@" | while read -r file; do [ ! -e "$file" ] || printf '%s\n' "$file"; done; }
 
-clang_format() { files '*.h' '*.cc' '*.c' '*.cu' '*.cuh' | xargs -r clang-format --dry-run -Werror; }
+clang_format() {
+  local out
+  out=$(files '*.h' '*.cc' '*.c' '*.cu' '*.cuh' | xargs -r clang-format --dry-run -Werror --ferror-limit=1 2>&1) && return
+  grep 'error:' <<< "$out"
+  return 1
+}
 cython_lint() { files '*.pyx' '*.pxd' | xargs -r cython-lint; }
 shell_check() { { files '*.sh' && files .ci/run; } | xargs -r shellcheck; }
 buf_breaking() {

@@ -18,8 +18,8 @@ from pathlib import Path
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 ROOTS = ("cuda_src/src", "cuda_src/include")
-# Not ours, or not for a C++ front end: generated C, and device code.
-SKIPPED = re.compile(r"(/build/|\.cu$|\.c$)")
+# Not for a C++ front end, or generated.
+SKIPPED = (".cu", ".c")
 
 
 def closure(path: Path, seen: dict[Path, bytes]) -> None:
@@ -54,7 +54,7 @@ def main() -> int:
     wanted = {
         entry["file"]: cache / key_of(entry, config)
         for entry in entries
-        if not SKIPPED.search(entry["file"])
+        if not entry["file"].endswith(SKIPPED)
     }
     pending = {file: stamp for file, stamp in wanted.items() if not stamp.exists()}
 
