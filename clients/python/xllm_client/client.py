@@ -1,0 +1,328 @@
+"""The client for ordinary code; aio.py is its twin for asyncio."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, cast
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from xllm_client import request
+from xllm_client.channel import channel_settings
+from xllm_client.errors import from_rpc_error
+from xllm_client.events import Event, Result, ResultBuilder
+from xllm_client.readiness import CHECK_TIMEOUT_S, POLL_S, is_transient, not_ready
+from xllm_client.retry import RetryPolicy, time_left
+from xllm_client.types import ChatOptions, GenerateOptions, Message, Prompt, Tls
+from xllm_client.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    generation_pb2,
+    generation_service_pb2,
+    generation_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    slot_service_pb2_grpc,
+)
+
+_Reply = TypeVar("_Reply", bound=ProtoMessage)
+
+
+class Client:
+    """A connection to one server. Thread-safe; close it, or use it in a `with` statement.
+
+    Args:
+        endpoint: unix:PATH, unix:///PATH, HOST:PORT or [IPV6]:PORT. None: the user's default socket.
+        token: Bearer token, sent with every call; over a network only with `tls`.
+        tls: TLS settings; None connects in plain text.
+        timeout_s: For every call that does not say its own; None: no deadline.
+        retry: What is done about refusals.
+
+    Every call raises a subclass of XllmError when it fails. Nothing connects before the first call.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        timeout_s: float | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        settings = channel_settings(endpoint, token, tls)
+        self.endpoint = settings.target
+        self._metadata = settings.metadata
+        self._timeout_s = timeout_s
+        self._retry = retry if retry is not None else RetryPolicy()
+        if settings.credentials is None:
+            self.channel = grpc.insecure_channel(settings.target, settings.options)
+        else:
+            self.channel = grpc.secure_channel(
+                settings.target, settings.credentials, settings.options
+            )
+        self._generation = generation_service_pb2_grpc.GenerationServiceStub(self.channel)
+        self._model = model_service_pb2_grpc.ModelServiceStub(self.channel)
+        self._admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self.channel)
+        # For the slot calls, which take and return the contract's messages; pass `metadata=client.metadata`.
+        self.slots = slot_service_pb2_grpc.SlotServiceStub(self.channel)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What has to go with calls on the stubs themselves: the token."""
+        return self._metadata
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """Continue a prompt, and yield events as they come."""
+        return self._stream(request.generation_spec(prompt, options), options.get("timeout_s"))
+
+    def generate_once(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
+        """Continue a prompt, and return when all of it is there."""
+        return self._once(request.generation_spec(prompt, options), options.get("timeout_s"))
+
+    def chat(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Generation:
+        """Answer a conversation, and yield events as they come."""
+        return self._stream(request.chat_spec(messages, options), options.get("timeout_s"))
+
+    def chat_once(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Result:
+        """Answer a conversation, and return when all of it is there."""
+        return self._once(request.chat_spec(messages, options), options.get("timeout_s"))
+
+    def estimate(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> generation_service_pb2.EstimateGenerationResponse:
+        """Return what a generation would meet, without computing anything."""
+        spec = request.generation_spec(prompt, options)
+        call = generation_service_pb2.EstimateGenerationRequest(spec=spec)
+        return self._call(self._generation.EstimateGeneration, call, options.get("timeout_s"))
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a generation by its id; harmless when it has ended. Raises NotFoundError for an unknown one."""
+        call = generation_service_pb2.CancelGenerationRequest(request_id=request_id)
+        self._call(self._generation.CancelGeneration, call)
+
+    def get_generation(self, request_id: str) -> generation_service_pb2.GenerationReceipt:
+        """Return the state of a generation, or the receipt of one that ended some minutes ago at most."""
+        call = generation_service_pb2.GetGenerationRequest(request_id=request_id)
+        return self._call(self._generation.GetGeneration, call).receipt
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        parse_special: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a text."""
+        call = model_service_pb2.TokenizeRequest(
+            model=model, text=text, parse_special=parse_special
+        )
+        if add_special_tokens is not None:
+            call.add_special_tokens = add_special_tokens
+        return list(self._call(self._model.Tokenize, call).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", render_special: bool = False
+    ) -> str:
+        """Return the text of token ids."""
+        call = model_service_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, render_special=render_special
+        )
+        return self._call(self._model.Detokenize, call).text
+
+    def render_chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> str:
+        """Return the prompt that a conversation becomes; options as the last four of ChatOptions."""
+        chat = request.chat_message_list(messages, options)
+        return self._call(
+            self._model.RenderChat, model_service_pb2.RenderChatRequest(model=model, chat=chat)
+        ).text
+
+    def models(self) -> list[model_service_pb2.ModelSummary]:
+        """Return the models served."""
+        return list(
+            self._call(self._model.ListModels, model_service_pb2.ListModelsRequest()).models
+        )
+
+    def get_model(
+        self, model: str = "", *, include_metadata: bool = False
+    ) -> model_service_pb2.Model:
+        """Return everything known about a model; "" is the server's only one."""
+        call = model_service_pb2.GetModelRequest(model=model, include_metadata=include_metadata)
+        return self._call(self._model.GetModel, call).model
+
+    def server_info(self) -> admin_service_pb2.GetServerInfoResponse:
+        """Return the server's build, capabilities and limits."""
+        return self._call(self._admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())
+
+    def load(self, model: str = "") -> list[admin_service_pb2.EngineLoad]:
+        """Return how busy each engine is; "" is all of them."""
+        return list(
+            self._call(self._admin.GetLoad, admin_service_pb2.GetLoadRequest(model=model)).engines
+        )
+
+    def wait_ready(self, timeout_s: float = 30.0, *, service: str = "") -> None:
+        """Wait until the server's health is SERVING, also for one that has not started to listen.
+
+        Raises UnavailableError, which says what was seen last, when `timeout_s` is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        seen = "no answer"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                reply = self._health.Check(
+                    health_pb2.HealthCheckRequest(service=service),
+                    timeout=min(left, CHECK_TIMEOUT_S),
+                    metadata=self._metadata,
+                )
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, self.endpoint)
+                if not is_transient(failure.code):
+                    raise failure from error
+                seen = str(failure)
+            else:
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                seen = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+            time.sleep(max(0.0, min(POLL_S, deadline - time.monotonic())))
+        raise not_ready(self.endpoint, timeout_s, seen)
+
+    def close(self) -> None:
+        """End every call that runs and close the connection. Calling it again is harmless."""
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        timeout = timeout_s if timeout_s is not None else self._timeout_s
+        return time.monotonic() + timeout if timeout is not None else None
+
+    def _stream(
+        self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None
+    ) -> Generation:
+        call = generation_service_pb2.GenerateRequest(spec=spec)
+
+        def start(time_left_s: float | None) -> Any:
+            return self._generation.Generate(call, timeout=time_left_s, metadata=self._metadata)
+
+        return Generation(start, self._retry, self._deadline(timeout_s), self.endpoint)
+
+    def _once(self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None) -> Result:
+        call = generation_service_pb2.GenerateOnceRequest(spec=spec)
+        reply = self._call(self._generation.GenerateOnce, call, timeout_s)
+        return Result(reply.accepted, reply.outputs, reply.usage, reply.timings)
+
+    def _call(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Any, _Reply],
+        message: ProtoMessage,
+        timeout_s: float | None = None,
+    ) -> _Reply:
+        """Make a unary call, with retries."""
+        deadline = self._deadline(timeout_s)
+        attempt = 1
+        while True:
+            try:
+                return method(message, timeout=time_left(deadline), metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, self.endpoint)
+                delay = self._retry.delay_s(failure, attempt, time_left(deadline))
+                if delay is None:
+                    raise failure from error
+            time.sleep(delay)
+            attempt += 1
+
+
+class Generation(Iterator[Event]):
+    """A running generation: iterate over its events, or call `result`.
+
+    The call starts at once. `close`, the end of a `with` statement, and dropping the last reference (as a `break` out
+    of a `for` loop does) cancel it, and the server has its slot back within a step. For one thread; `close` is for any.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[float | None], Any],
+        retry: RetryPolicy,
+        deadline: float | None,
+        endpoint: str,
+    ) -> None:
+        self._start = start
+        self._retry = retry
+        self._deadline = deadline
+        self._endpoint = endpoint
+        self._attempt = 1
+        self._builder = ResultBuilder()
+        self._closed = threading.Event()
+        self._call = start(time_left(deadline))
+
+    @property
+    def accepted(self) -> generation_pb2.Accepted | None:
+        """Effective parameters, token counts and request id; None before the first event."""
+        return self._builder.accepted
+
+    def __next__(self) -> Event:
+        while not self._closed.is_set():
+            try:
+                message = cast("generation_service_pb2.GenerateResponse", next(self._call))
+            except grpc.RpcError as error:
+                if self._closed.is_set():
+                    break
+                self._again_or_raise(error)
+                continue
+            kind = message.WhichOneof("event")
+            if kind is not None:  # an event of a newer contract is skipped
+                self._builder.add(kind, message)
+                return Event(kind, message)
+        raise StopIteration
+
+    def result(self) -> Result:
+        """Read what is left, and return the whole generation."""
+        for _ in self:
+            pass
+        return self._builder.result()
+
+    def close(self) -> None:
+        """Cancel what still runs. Iteration ends; calling it again is harmless."""
+        self._closed.set()
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):
+            self._call.cancel()
+
+    def _again_or_raise(self, error: grpc.RpcError) -> None:
+        failure = from_rpc_error(error, self._endpoint)
+        left = time_left(self._deadline)
+        delay = self._retry.delay_s(failure, self._attempt, left) if self.accepted is None else None
+        if delay is None:
+            raise failure from error
+        if not self._closed.wait(delay):
+            self._attempt += 1
+            self._call = self._start(time_left(self._deadline))
