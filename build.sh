@@ -122,7 +122,7 @@ build() {
     local option settings=(--config-settings "build-dir=$BUILD" --config-settings "cmake.define.XLLM_BUILD_TESTS=ON")
     for option in "${CMAKE_OPTIONS[@]}"; do settings+=(--config-settings "cmake.define.${option#-D}"); done
     "$PY" -m pip install --no-deps --no-build-isolation -e . "${settings[@]}" -v > "$BUILD/install.log" 2>&1 ||
-      { grep -vE '^ *(Running|Looking)' "$BUILD/install.log" | tail -n 60 >&2; die "the build failed; all of it is in $BUILD/install.log"; }
+      { sed '/ CMake build failed/q' "$BUILD/install.log" | tail -n 50 >&2; die "the build failed; all of it is in $BUILD/install.log"; }
     grep -hoE 'xLLM: (no )?CUDA .*' "$BUILD/install.log" | sort -u >&2 || true
     install_key > "$BUILD/.installed"
   else

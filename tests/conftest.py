@@ -1,0 +1,23 @@
+"""Fixtures and rules that every test shares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Return the path of the demo model, fetched once into the user's cache through `xllm pull`."""
+    pull = [sys.executable, "-m", "xllm_service", "pull", "smollm2-135m"]
+    done = subprocess.run(pull, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a CUDA device where there is none; nothing else is ever skipped."""
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+        pytest.skip("needs a CUDA device: this machine has none (/dev/nvidiactl)")
