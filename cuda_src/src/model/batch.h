@@ -6,6 +6,7 @@
 
 #include "backend/backend.h"
 #include "base/span.h"
+#include "kvcache/block_pool.h"
 #include "kvcache/block_table.h"
 
 namespace xllm {

@@ -19,8 +19,7 @@ struct RopeParams {
   double factor = 1;                // positions are stretched over factor times the trained context
   double original_context = 0;      // yarn: the context trained with, tokens
   double extrapolation_factor = 1;  // yarn: share of the unscaled frequencies where they are kept
-  double attention_factor = 1;      // yarn: multiplies the magnitude it computes from the factor
-  double log_multiplier = 0.1;      // yarn: of that magnitude, 1 + log_multiplier * ln(factor)
+  double attention_factor = 1;      // multiplies cos and sin, on top of what yarn computes
   double beta_fast =
       32;  // yarn: pairs with more turns than this over the original context keep their frequency
   double beta_slow = 1;         // yarn: pairs with fewer are interpolated
@@ -35,8 +34,8 @@ constexpr int kMaxRopePositions = 512 * RopeTables::kFine;
 // section 3.2).
 std::vector<double> rope_frequencies(const RopeParams &params);
 
-// What yarn multiplies cos and sin by (arXiv:2309.00071 section 3.4, as sqrt(1/t)); 1 for the
-// others.
+// What cos and sin are multiplied by: the attention factor, with yarn times 1 + 0.1 ln(factor)
+// (arXiv:2309.00071 section 3.4, sqrt(1/t)).
 double rope_magnitude(const RopeParams &params);
 
 // Tables for positions 0 .. num_positions - 1 (at most kMaxRopePositions), computed in double. A
