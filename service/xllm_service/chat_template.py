@@ -1,0 +1,229 @@
+"""Chat messages to a prompt, by the model's own Jinja template.
+
+The template comes with the model file, so it is code from a stranger: it runs in minijinja, which has no access to Python
+objects, with a budget of instructions and of output. The environment is the one of `transformers` (`apply_chat_template`):
+trim_blocks and lstrip_blocks, one trailing newline dropped, loop controls, `raise_exception`, `strftime_now`, and a `tojson` that
+keeps key order, integers and characters.
+
+Text that came in a message must never become a control token, whichever role or field it came in. Where a message's text spells one
+(or ends with the beginning of one, which the next piece could complete), the first character of the spelling is marked with a
+noncharacter before rendering. Afterwards the marked characters become untrusted pieces, which the tokenizer never joins into a
+control token. All other text renders exactly as it would have.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import minijinja
+
+# Instructions one rendering may take. A long conversation takes thousands; this is some tens of milliseconds.
+FUEL = 1_000_000
+# Characters one rendering may put out beyond those that the messages hold.
+MAX_GROWTH = 4_000_000
+# Noncharacters (Unicode 23.7): for internal use, never part of text. One that no input contains becomes the mark.
+_MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+# `{% generation %}` only marks spans for training masks and renders to nothing.
+_GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
+
+
+class TemplateUnusableError(Exception):
+    """The model has no chat template, or one that does not compile: chat is off, plain completion works."""
+
+
+class TemplateRenderError(Exception):
+    """The template refused these messages, failed on them, or used up its budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of rendered text; only a trusted one may spell control tokens."""
+
+    text: str
+    trusted: bool
+
+
+class _Refusal(Exception):
+    """What the template's `raise_exception` throws."""
+
+
+def _raise_exception(message: object = "") -> str:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+    # note: minijinja's own tojson escapes for HTML, which the models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled template of one model.
+
+    Args:
+        source: the Jinja text; empty means that the model has none.
+        control_tokens: the written forms of the model's CONTROL tokens.
+        variables: names the template may use besides those of a call, such as ``bos_token`` and ``eos_token``.
+    """
+
+    def __init__(
+        self, source: str, control_tokens: Iterable[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._control_tokens = sorted({token for token in control_tokens if token}, key=len, reverse=True)
+        # A look-ahead, so that spellings which overlap are all found.
+        self._spellings = (
+            re.compile(f"(?={'|'.join(map(re.escape, self._control_tokens))})") if self._control_tokens else None
+        )
+        self._prefixes = {token[:n] for token in self._control_tokens for n in range(1, len(token))}
+        self._longest_prefix = max((len(prefix) for prefix in self._prefixes), default=0)
+        self._variables = dict(variables or {})
+        self._problem = ""
+        if not source:
+            self._problem = "the model file has no tokenizer.chat_template: use text or token_ids input"
+            return
+        self._environment = minijinja.Environment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined_behavior="lenient",
+            fuel=FUEL,
+            debug=False,
+            pycompat=True,
+            # note: without this a name ending in .html or .json would switch escaping on.
+            auto_escape_callback=lambda _name: None,
+        )
+        self._environment.add_filter("tojson", _to_json)
+        self._environment.add_function("raise_exception", _raise_exception)
+        self._environment.add_function("strftime_now", _strftime_now)
+        try:
+            self._environment.add_template("chat", _GENERATION_TAG.sub(r"{#\1 #}", source))
+        except minijinja.TemplateError as error:
+            self._problem = f"the model's chat template does not compile: {_first_line(error)}"
+
+    @property
+    def problem(self) -> str:
+        """Why chat is off for this model; empty where it works."""
+        return self._problem
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[Piece]:
+        """Render a conversation to pieces that, joined, are the prompt.
+
+        Args:
+            messages: each with ``role`` and what the template reads: ``content`` (text, or a list of parts), ``tool_calls``, ...
+            tools: JSON schemas of functions; an empty list is absent to the template.
+            add_generation_prompt: end with the opening of an assistant turn.
+            arguments: further template variables, such as ``enable_thinking``.
+
+        Raises:
+            TemplateUnusableError: the model has no usable template.
+            TemplateRenderError: the template refused the messages, failed, or used up its budget.
+        """
+        if self._problem:
+            raise TemplateUnusableError(self._problem)
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if not isinstance(role, str) or not _ROLE.fullmatch(role):
+                raise TemplateRenderError(
+                    f"messages[{index}].role: expected a name of letters, digits and _ . -, found {role!r}"
+                )
+        mark = self._choose_mark((messages, tools, arguments or {}))
+        context: dict[str, Any] = {
+            **self._variables,
+            **self._guard(dict(arguments or {}), mark),
+            "messages": [
+                {
+                    key: value if key == "role" else self._guard(value, mark)
+                    for key, value in message.items()
+                }
+                for message in messages
+            ],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if tools:
+            context["tools"] = self._guard(list(tools), mark)
+        try:
+            text = self._environment.render_template("chat", **context)
+        except _Refusal as refusal:
+            raise TemplateRenderError(f"the model's chat template refused the messages: {refusal}") from None
+        except minijinja.TemplateError as error:
+            if error.kind == "OutOfFuel":
+                raise TemplateRenderError("template budget used up: the chat template runs too long on this input") from None
+            raise TemplateRenderError(f"the model's chat template failed: {_first_line(error)}") from None
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            # note: from a filter of ours that the template called with unsuitable arguments.
+            raise TemplateRenderError(f"the model's chat template failed: {type(error).__name__}: {error}") from None
+        if len(text) > MAX_GROWTH + _size((messages, tools, arguments)):
+            raise TemplateRenderError(f"template budget used up: the prompt has {len(text)} characters")
+        return _split_marked(text, mark)
+
+    def _choose_mark(self, inputs: object) -> str:
+        text = json.dumps(inputs, ensure_ascii=False, default=str)
+        for mark in _MARKS:
+            if mark not in text:
+                return mark
+        raise TemplateRenderError("the messages use all Unicode noncharacters: remove one of U+FDD0 to U+FDEF")
+
+    def _guard(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            return self._guard_text(value, mark)
+        if isinstance(value, Mapping):
+            return {self._guard(key, mark): self._guard(item, mark) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._guard(item, mark) for item in value]
+        return value
+
+    def _guard_text(self, text: str, mark: str) -> str:
+        if self._spellings is None:
+            return text
+        starts = {match.start() for match in self._spellings.finditer(text)}
+        # Tails that begin a control token: what is rendered after them could complete the spelling.
+        for n in range(1, min(self._longest_prefix, len(text)) + 1):
+            if text[-n:] in self._prefixes:
+                starts.add(len(text) - n)
+        for start in sorted(starts, reverse=True):
+            text = text[: start + 1] + mark + text[start + 1 :]
+        return text
+
+
+def _split_marked(text: str, mark: str) -> list[Piece]:
+    if mark not in text:
+        return [Piece(text, True)] if text else []
+    pieces: list[Piece] = []
+    runs = text.split(mark)
+    for run in runs[:-1]:
+        if len(run) > 1:
+            pieces.append(Piece(run[:-1], True))
+        if run:
+            pieces.append(Piece(run[-1], False))
+    if runs[-1]:
+        pieces.append(Piece(runs[-1], True))
+    return pieces
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_size(key) + _size(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(_size(item) for item in value)
+    return 8
+
+
+def _first_line(error: minijinja.TemplateError) -> str:
+    return str(error).splitlines()[0]
