@@ -122,14 +122,13 @@ def is_allowed(include: str, allowed: tuple[str, ...]) -> bool:
 
 def check_include(path: str, include: str, is_quoted: bool) -> Iterator[str]:
     """Yield what is wrong with one include directive of the file `path`, relative to src/."""
-    in_cuda = path.startswith("backend/cuda/")
     if FOREIGN_HEADER.match(include):
         yield f"{include}: the core knows no Python, no protobuf and no gRPC"
-    if CUDA_HEADER.match(include) and "/" not in path.removeprefix("backend/cuda/") and in_cuda:
+    if CUDA_HEADER.match(include):
+        if not path.startswith("backend/cuda/"):
+            yield f"{include}: CUDA headers belong to backend/cuda alone"
         return
     if not is_quoted:
-        if CUDA_HEADER.match(include):
-            yield f"{include}: CUDA headers belong to backend/cuda alone"
         return
     rule = rule_of(path)
     if rule is None:
