@@ -58,8 +58,10 @@ struct MemoryPlan {
 };
 
 // Pool size with kv_memory auto: 0.90 x device memory less weights, scratch and tables on a GPU, a
-// quarter of what the process is granted on the CPU (its pages are not touched until used). Throws
-// Error(kInvalidArgument, field kv_memory or kv_type), and what Backend::plan throws.
+// quarter of what the process is granted on the CPU (its pages are not touched until used), in both
+// cases at most what is free; a twentieth for a set that may be loaded later. With kv_memory given,
+// each set's pool has that size.
+// Throws Error(kInvalidArgument, field kv_memory or kv_type), and what Backend::plan throws.
 MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelTensors &tensors,
                      const PlanOptions &options);
 
