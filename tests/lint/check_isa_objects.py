@@ -29,9 +29,7 @@ def main() -> int:
             nm = ["nm", "--demangle", "--defined-only", str(path)]
             output = subprocess.run(nm, capture_output=True, text=True, check=True).stdout
             for name in weak_functions(output):
-                print(
-                    f"{path.name}: weak symbol {name}; make it static, or keep it out of this file"
-                )
+                print(f"{path.name}: weak symbol {name}; make it static, or keep it out of this file")
                 status = 1
     print("instruction set objects: " + ("ok" if status == 0 else "weak symbols found"))
     return status

@@ -75,9 +75,7 @@ NOT_A_VARIABLE = frozenset(
         *("throw", "case", "default", "public", "private", "protected"),
     )
 )
-FILE_SCOPE_VARIABLE = re.compile(
-    r"^([A-Za-z_][\w:<>,*& ]*?[ *&>])(\w+)(\[[^\]]*\])*\s*(=[^=].*|\{.*\})?;\s*$"
-)
+FILE_SCOPE_VARIABLE = re.compile(r"^([A-Za-z_][\w:<>,*& ]*?[ *&>])(\w+)(\[[^\]]*\])*\s*(=[^=].*|\{.*\})?;\s*$")
 
 Finding = tuple[int, str]
 

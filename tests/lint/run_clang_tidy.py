@@ -52,11 +52,7 @@ def main() -> int:
     version = subprocess.run(["clang-tidy", "--version"], capture_output=True, check=True).stdout
     config = version + b"".join(path.read_bytes() for path in CONFIGS)
     entries = json.loads((build / "compile_commands.json").read_text())
-    wanted = {
-        entry["file"]: cache / key_of(entry, config)
-        for entry in entries
-        if not entry["file"].endswith(SKIPPED)
-    }
+    wanted = {entry["file"]: cache / key_of(entry, config) for entry in entries if not entry["file"].endswith(SKIPPED)}
     pending = {file: stamp for file, stamp in wanted.items() if not stamp.exists()}
 
     def check(file: str) -> bool:
@@ -74,10 +70,7 @@ def main() -> int:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(check, pending))
-    print(
-        f"clang-tidy: {len(wanted)} files, {len(pending)} checked anew, "
-        f"{results.count(False)} with findings"
-    )
+    print(f"clang-tidy: {len(wanted)} files, {len(pending)} checked anew, {results.count(False)} with findings")
     return 0 if all(results) else 1
 
 
