@@ -109,6 +109,8 @@ install_key() {
 }
 
 build() {
+  mkdir -p build
+  exec 9> build/.lock && flock 9  # two builds in one checkout take turns
   venv
   "$PY" clients/python/generate_stubs.py
   cuda_options
@@ -129,6 +131,7 @@ build() {
     cmake --build "$BUILD" --parallel "$(jobs_wanted)" -- --quiet
     cmake --install "$BUILD" --component python --prefix "$("$PY" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" > /dev/null
   fi
+  exec 9>&-
 }
 
 jobs_wanted() { echo "${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"; }
