@@ -19,6 +19,7 @@
 
 namespace xllm {
 
+class SpecialMatcher;
 class TextModel;
 class Vocab;
 
@@ -146,10 +147,11 @@ class Tokenizer {
 
  private:
   explicit Tokenizer(const VocabSource &source);
+  void require_text() const;
 
   std::unique_ptr<const Vocab> vocab_;  // ids, pieces, types
-  std::unique_ptr<const TextModel>
-      text_model_;  // BPE or SentencePiece; null where text calls are refused
+  std::unique_ptr<const SpecialMatcher> special_;
+  std::unique_ptr<const TextModel> text_model_;  // null where text calls are refused
   std::string model_;
   std::string pre_tokenizer_;
   std::string pre_tokenizer_source_;

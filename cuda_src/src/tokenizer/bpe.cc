@@ -1,0 +1,214 @@
+#include "tokenizer/bpe.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <utility>
+
+#include "base/error.h"
+#include "tokenizer/nfc.h"
+#include "tokenizer/unicode.h"
+
+namespace xllm {
+namespace {
+
+// Pieces of up to this many bytes, nearly all of them, are merged in place by scanning for the best
+// pair: quadratic, but without any allocation.
+constexpr size_t kShortPiece = 48;
+constexpr int32_t kNoMerge = std::numeric_limits<int32_t>::max();
+
+// A pair that may be merged: rank << 32 | position of its left symbol. Ascending order is the order
+// of merging.
+using Candidate = uint64_t;
+
+// Candidates in order: a sorted run, and a heap for those that come up while it is consumed. When
+// the run is used up the heap becomes the next run, so that a long piece costs few heap operations.
+class CandidateQueue {
+ public:
+  explicit CandidateQueue(std::vector<Candidate> first) : run_(std::move(first)) {
+    std::sort(run_.begin(), run_.end());
+  }
+
+  void push(Candidate candidate) {
+    heap_.push_back(candidate);
+    std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+  }
+
+  // False when there is none left.
+  bool pop(Candidate *candidate) {
+    if (next_ == run_.size()) {
+      run_.clear();
+      run_.swap(heap_);
+      next_ = 0;
+      std::sort(run_.begin(), run_.end());
+      if (run_.empty()) return false;
+    }
+    if (!heap_.empty() && heap_.front() < run_[next_]) {
+      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+      *candidate = heap_.back();
+      heap_.pop_back();
+    } else {
+      *candidate = run_[next_++];
+    }
+    return true;
+  }
+
+ private:
+  std::vector<Candidate> run_;
+  size_t next_ = 0;  // the first of run_ that was not popped yet
+  std::vector<Candidate> heap_;
+};
+
+}  // namespace
+
+BpeModel::BpeModel(const Vocab &vocab, const VocabSource &source, const PreTokenizer &pre)
+    : vocab_(vocab), pre_(pre), merges_(source.merges.size()) {
+  std::string bytes;
+  for (size_t rank = 0; rank < source.merges.size(); ++rank) {
+    const std::string_view merge = source.merges[rank];
+    // The alphabet has no space, but a symbol may begin with one in a file that was not mapped.
+    const size_t gap = merge.empty() ? std::string_view::npos : merge.find(' ', 1);
+    if (gap == std::string_view::npos || gap + 1 == merge.size()) {
+      throw Error(Status::kModelMalformed, "tokenizer.ggml.merges[" + std::to_string(rank) +
+                                               "]: expected two symbols and a space between them, "
+                                               "found \"" +
+                                               std::string(merge) + "\"");
+    }
+    // A merge of characters outside the alphabet can never meet a text's bytes.
+    if (find_invalid_utf8(merge) != merge.size()) continue;
+    bytes.clear();
+    if (!append_alphabet_bytes(merge.substr(0, gap), &bytes)) continue;
+    const size_t left_size = bytes.size();
+    if (!append_alphabet_bytes(merge.substr(gap + 1), &bytes)) continue;
+    const std::string_view both = bytes;
+    const int32_t left = symbol_of(both.substr(0, left_size));
+    const int32_t right = symbol_of(both.substr(left_size));
+    merges_.insert(left, right, {static_cast<int32_t>(rank), symbol_of(both)});
+  }
+}
+
+int32_t BpeModel::symbol_of(std::string_view bytes) {
+  const int32_t id = vocab_.find_text(bytes);
+  if (id >= 0) return id;
+  const auto next = static_cast<int32_t>(vocab_.num_tokens() + virtual_symbols_.size());
+  const auto [entry, inserted] = virtual_ids_.emplace(bytes, next);
+  if (inserted) virtual_symbols_.emplace_back(bytes);
+  return entry->second;
+}
+
+void BpeModel::encode(std::string_view text, bool /*starts_text*/,
+                      std::vector<int32_t> *ids) const {
+  std::string normalized;
+  if (pre_.normalizes_nfc && !is_trivially_nfc(text)) {
+    normalized = to_nfc(text);
+    text = normalized;
+  }
+  pre_.split(text, [&](std::string_view piece) { encode_piece(piece, ids); });
+}
+
+void BpeModel::encode_piece(std::string_view piece, std::vector<int32_t> *ids) const {
+  if (pre_.ignores_merges) {
+    const int32_t id = vocab_.find_text(piece);
+    if (id >= 0) {
+      ids->push_back(id);
+      return;
+    }
+  }
+  if (piece.size() <= kShortPiece) {
+    encode_short(piece, ids);
+  } else {
+    encode_long(piece, ids);
+  }
+}
+
+void BpeModel::encode_short(std::string_view piece, std::vector<int32_t> *ids) const {
+  int32_t symbols[kShortPiece];
+  Merge merges[kShortPiece];  // of symbols i and i + 1
+  size_t count = 0;
+  for (const char c : piece) {
+    const int32_t id = vocab_.byte_token(static_cast<unsigned char>(c));
+    if (id >= 0) symbols[count++] = id;
+  }
+  const auto look_up = [&](size_t i) {
+    const Merge *merge = i + 1 < count ? merges_.find(symbols[i], symbols[i + 1]) : nullptr;
+    merges[i] = merge != nullptr ? *merge : Merge{kNoMerge, 0};
+  };
+  for (size_t i = 0; i < count; ++i) look_up(i);
+  while (count > 1) {
+    size_t best = 0;
+    for (size_t i = 1; i + 1 < count; ++i) {
+      if (merges[i].rank < merges[best].rank) best = i;
+    }
+    if (merges[best].rank == kNoMerge) break;
+    symbols[best] = merges[best].symbol;
+    --count;
+    for (size_t i = best + 1; i < count; ++i) {
+      symbols[i] = symbols[i + 1];
+      merges[i] = merges[i + 1];
+    }
+    look_up(best);
+    if (best > 0) look_up(best - 1);
+  }
+  for (size_t i = 0; i < count; ++i) emit(symbols[i], ids);
+}
+
+// Symbols lie where their first byte did. size[i] is the length of the symbol that begins at i, and
+// also that of the one that ends at i: the list is linked both ways at four bytes a place.
+void BpeModel::encode_long(std::string_view piece, std::vector<int32_t> *ids) const {
+  std::vector<int32_t> symbols;
+  symbols.reserve(piece.size());
+  for (const char c : piece) {
+    const int32_t id = vocab_.byte_token(static_cast<unsigned char>(c));
+    if (id >= 0) symbols.push_back(id);
+  }
+  const size_t count = symbols.size();
+  std::vector<int32_t> size(count, 1);
+
+  std::vector<Candidate> first;
+  const auto candidate_at = [&](const Merge &merge, size_t left) {
+    return static_cast<Candidate>(merge.rank) << 32 | left;
+  };
+  for (size_t i = 0; i + 1 < count; ++i) {
+    const Merge *merge = merges_.find(symbols[i], symbols[i + 1]);
+    if (merge != nullptr) first.push_back(candidate_at(*merge, i));
+  }
+  CandidateQueue queue(std::move(first));
+
+  for (Candidate candidate; queue.pop(&candidate);) {
+    const auto left = static_cast<size_t>(candidate & 0xFFFFFFFFu);
+    const auto rank = static_cast<int32_t>(candidate >> 32);
+    if (symbols[left] < 0) continue;  // swallowed by a symbol to its left
+    const size_t right = left + size[left];
+    if (right >= count) continue;
+    const Merge *merge = merges_.find(symbols[left], symbols[right]);
+    if (merge == nullptr || merge->rank != rank) continue;  // one of the two has changed
+
+    symbols[left] = merge->symbol;
+    symbols[right] = -1;
+    const size_t end = right + size[right];
+    size[left] = size[end - 1] = static_cast<int32_t>(end - left);
+    if (end < count) {
+      const Merge *next = merges_.find(symbols[left], symbols[end]);
+      if (next != nullptr) queue.push(candidate_at(*next, left));
+    }
+    if (left > 0) {
+      const size_t before = left - size[left - 1];
+      const Merge *next = merges_.find(symbols[before], symbols[left]);
+      if (next != nullptr) queue.push(candidate_at(*next, before));
+    }
+  }
+  for (size_t i = 0; i < count; i += size[i]) emit(symbols[i], ids);
+}
+
+void BpeModel::emit(int32_t symbol, std::vector<int32_t> *ids) const {
+  if (symbol < vocab_.num_tokens()) {
+    ids->push_back(symbol);
+    return;
+  }
+  for (const char c : virtual_symbols_[symbol - vocab_.num_tokens()]) {
+    const int32_t id = vocab_.byte_token(static_cast<unsigned char>(c));
+    if (id >= 0) ids->push_back(id);
+  }
+}
+
+}  // namespace xllm

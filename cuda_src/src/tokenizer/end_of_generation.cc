@@ -1,0 +1,56 @@
+#include "tokenizer/end_of_generation.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+namespace xllm {
+namespace {
+
+// Names under which model families end a turn, a message or a text.
+constexpr std::string_view kEndNames[] = {
+    "</s>",
+    "<eos>",
+    "<EOT>",
+    "<|EOT|>",
+    "<|end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<|return|>",
+    "<|call|>",
+    "<\xEF\xBD\x9C"
+    "end\xE2\x96\x81of\xE2\x96\x81sentence\xEF\xBD\x9C>",  // DeepSeek
+};
+
+}  // namespace
+
+bool is_end_name(std::string_view name) {
+  return std::find(std::begin(kEndNames), std::end(kEndNames), name) != std::end(kEndNames);
+}
+
+std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const VocabSource &source) {
+  std::vector<EndToken> ends;
+  const auto add = [&](std::optional<int32_t> id, const char *why) {
+    if (!id) return;
+    const auto same = [&](const EndToken &end) { return end.id == *id; };
+    if (std::none_of(ends.begin(), ends.end(), same)) ends.push_back({*id, why});
+  };
+  add(source.eos, "tokenizer.ggml.eos_token_id");
+  add(source.eot, "tokenizer.ggml.eot_token_id");
+  add(source.eom, "tokenizer.ggml.eom_token_id");
+  for (const std::string_view name : kEndNames) {
+    const int32_t id = vocab.find_special(name);
+    if (id >= 0 && vocab.type(id) == TokenType::kControl) add(id, "token name");
+  }
+  std::sort(ends.begin(), ends.end(),
+            [](const EndToken &a, const EndToken &b) { return a.id < b.id; });
+  return ends;
+}
+
+}  // namespace xllm

@@ -1,0 +1,18 @@
+// Which tokens end a generation, and why.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "tokenizer/tokenizer.h"
+#include "tokenizer/vocab.h"
+
+namespace xllm {
+
+// Whether a token of this name ends a turn or a text in some known model family.
+bool is_end_name(std::string_view name);
+
+// See Tokenizer::end_of_generation().
+std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const VocabSource &source);
+
+}  // namespace xllm

