@@ -35,9 +35,7 @@ def find_protos() -> Path:
     for root in PROTO_ROOTS:
         if (root / "xllm" / "v1" / "generation_service.proto").is_file():
             return root
-    raise GenerationError(
-        f"no protos in {' or '.join(map(str, PROTO_ROOTS))}; build from a full checkout"
-    )
+    raise GenerationError(f"no protos in {' or '.join(map(str, PROTO_ROOTS))}; build from a full checkout")
 
 
 def generate(*, force: bool = False) -> bool:
@@ -73,9 +71,7 @@ def _key(protos: list[Path]) -> str:
     try:
         compiler = importlib.metadata.version("grpcio-tools")
     except importlib.metadata.PackageNotFoundError:
-        raise GenerationError(
-            "grpcio-tools is not installed: pip install grpcio-tools==1.76.0"
-        ) from None
+        raise GenerationError("grpcio-tools is not installed: pip install grpcio-tools==1.76.0") from None
     digest = hashlib.sha256(compiler.encode())
     for path in (HERE / "generate_stubs.py", HERE / "grpc_stub_types.py", *protos):
         content = path.read_bytes()

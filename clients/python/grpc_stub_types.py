@@ -33,11 +33,7 @@ class _Context(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[
 
 def stub_types(files: FileDescriptorSet) -> dict[str, str]:
     """Return the text of each `xllm/v1/*_pb2_grpc.pyi`, by its path, for the files that have services."""
-    modules = {
-        f".{file.package}.{message.name}": _module(file)
-        for file in files.file
-        for message in file.message_type
-    }
+    modules = {f".{file.package}.{message.name}": _module(file) for file in files.file for message in file.message_type}
     return {
         f"{file.name.removesuffix('.proto')}_pb2_grpc.pyi": _file_text(file, modules)
         for file in files.file
@@ -52,11 +48,7 @@ def _module(file: FileDescriptorProto) -> str:
 def _file_text(file: FileDescriptorProto, modules: dict[str, str]) -> str:
     methods = [method for service in file.service for method in service.method]
     used = {modules[name] for method in methods for name in (method.input_type, method.output_type)}
-    text = (
-        _HEADER
-        + "".join(f"from {file.package} import {module}\n" for module in sorted(used))
-        + _CONTEXT
-    )
+    text = _HEADER + "".join(f"from {file.package} import {module}\n" for module in sorted(used)) + _CONTEXT
     for service in file.service:
         text += _stub(service, modules, "Stub", "grpc.Channel", "grpc")
         text += _stub(service, modules, "AsyncStub", "grpc.aio.Channel", "grpc.aio")
@@ -68,18 +60,14 @@ def _python_name(full_name: str, modules: dict[str, str]) -> str:
     return f"{modules[full_name]}.{full_name.rpartition('.')[2]}"
 
 
-def _stub(
-    service: ServiceDescriptorProto, modules: dict[str, str], suffix: str, channel: str, grpc: str
-) -> str:
+def _stub(service: ServiceDescriptorProto, modules: dict[str, str], suffix: str, channel: str, grpc: str) -> str:
     lines = [
         f"class {service.name}{suffix}:",
         f"    def __init__(self, channel: {channel}) -> None: ...",
     ]
     for method in service.method:
         kind = f"Unary{'Stream' if _streams(method) else 'Unary'}MultiCallable"
-        request, reply = (
-            _python_name(name, modules) for name in (method.input_type, method.output_type)
-        )
+        request, reply = (_python_name(name, modules) for name in (method.input_type, method.output_type))
         lines.append(f"    {method.name}: {grpc}.{kind}[{request}, {reply}]")
     return "\n".join(lines) + "\n\n"
 
@@ -87,17 +75,9 @@ def _stub(
 def _servicer(service: ServiceDescriptorProto, modules: dict[str, str]) -> str:
     lines = [f"class {service.name}Servicer:"]
     for method in service.method:
-        request, reply = (
-            _python_name(name, modules) for name in (method.input_type, method.output_type)
-        )
-        result = (
-            f"Iterator[{reply}] | AsyncIterator[{reply}]"
-            if _streams(method)
-            else f"{reply} | Awaitable[{reply}]"
-        )
-        lines.append(
-            f"    def {method.name}(self, request: {request}, context: _Context) -> {result}: ..."
-        )
+        request, reply = (_python_name(name, modules) for name in (method.input_type, method.output_type))
+        result = f"Iterator[{reply}] | AsyncIterator[{reply}]" if _streams(method) else f"{reply} | Awaitable[{reply}]"
+        lines.append(f"    def {method.name}(self, request: {request}, context: _Context) -> {result}: ...")
     server = "grpc.Server | grpc.aio.Server"
     lines += ["", f"def add_{service.name}Servicer_to_server("]
     lines += [f"    servicer: {service.name}Servicer, server: {server}", ") -> None: ..."]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
@@ -67,27 +68,20 @@ class AsyncClient:
         self._metadata = settings.metadata
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
+        self._running: weakref.WeakSet[AsyncGeneration] = weakref.WeakSet()
         if settings.credentials is None:
             self.channel = grpc.aio.insecure_channel(settings.target, settings.options)
         else:
-            self.channel = grpc.aio.secure_channel(
-                settings.target, settings.credentials, settings.options
-            )
+            self.channel = grpc.aio.secure_channel(settings.target, settings.credentials, settings.options)
         channel = cast("Any", self.channel)
         self._generation: GenerationServiceAsyncStub = cast(
             "Any", generation_service_pb2_grpc.GenerationServiceStub(channel)
         )
-        self._model: ModelServiceAsyncStub = cast(
-            "Any", model_service_pb2_grpc.ModelServiceStub(channel)
-        )
-        self._admin: AdminServiceAsyncStub = cast(
-            "Any", admin_service_pb2_grpc.AdminServiceStub(channel)
-        )
+        self._model: ModelServiceAsyncStub = cast("Any", model_service_pb2_grpc.ModelServiceStub(channel))
+        self._admin: AdminServiceAsyncStub = cast("Any", admin_service_pb2_grpc.AdminServiceStub(channel))
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         # For the slot calls, which take and return the contract's messages; pass `metadata=client.metadata`.
-        self.slots: SlotServiceAsyncStub = cast(
-            "Any", slot_service_pb2_grpc.SlotServiceStub(channel)
-        )
+        self.slots: SlotServiceAsyncStub = cast("Any", slot_service_pb2_grpc.SlotServiceStub(channel))
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -106,9 +100,7 @@ class AsyncClient:
         """Answer a conversation, and yield events as they come."""
         return self._stream(request.chat_spec(messages, options), options.get("timeout_s"))
 
-    async def chat_once(
-        self, messages: Sequence[Message], **options: Unpack[ChatOptions]
-    ) -> Result:
+    async def chat_once(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> Result:
         """Answer a conversation, and return when all of it is there."""
         return await self._once(request.chat_spec(messages, options), options.get("timeout_s"))
 
@@ -139,25 +131,17 @@ class AsyncClient:
         parse_special: bool = False,
     ) -> list[int]:
         """Return the token ids of a text."""
-        call = model_service_pb2.TokenizeRequest(
-            model=model, text=text, parse_special=parse_special
-        )
+        call = model_service_pb2.TokenizeRequest(model=model, text=text, parse_special=parse_special)
         if add_special_tokens is not None:
             call.add_special_tokens = add_special_tokens
         return list((await self._call(self._model.Tokenize, call)).token_ids)
 
-    async def detokenize(
-        self, token_ids: Sequence[int], *, model: str = "", render_special: bool = False
-    ) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", render_special: bool = False) -> str:
         """Return the text of token ids."""
-        call = model_service_pb2.DetokenizeRequest(
-            model=model, token_ids=token_ids, render_special=render_special
-        )
+        call = model_service_pb2.DetokenizeRequest(model=model, token_ids=token_ids, render_special=render_special)
         return (await self._call(self._model.Detokenize, call)).text
 
-    async def render_chat(
-        self, messages: Sequence[Message], *, model: str = "", **options: Any
-    ) -> str:
+    async def render_chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> str:
         """Return the prompt that a conversation becomes; options as the last four of ChatOptions."""
         chat = request.chat_message_list(messages, options)
         call = model_service_pb2.RenderChatRequest(model=model, chat=chat)
@@ -165,13 +149,9 @@ class AsyncClient:
 
     async def models(self) -> list[model_service_pb2.ModelSummary]:
         """Return the models served."""
-        return list(
-            (await self._call(self._model.ListModels, model_service_pb2.ListModelsRequest())).models
-        )
+        return list((await self._call(self._model.ListModels, model_service_pb2.ListModelsRequest())).models)
 
-    async def get_model(
-        self, model: str = "", *, include_metadata: bool = False
-    ) -> model_service_pb2.Model:
+    async def get_model(self, model: str = "", *, include_metadata: bool = False) -> model_service_pb2.Model:
         """Return everything known about a model; "" is the server's only one."""
         call = model_service_pb2.GetModelRequest(model=model, include_metadata=include_metadata)
         return (await self._call(self._model.GetModel, call)).model
@@ -182,11 +162,7 @@ class AsyncClient:
 
     async def load(self, model: str = "") -> list[admin_service_pb2.EngineLoad]:
         """Return how busy each engine is; "" is all of them."""
-        return list(
-            (
-                await self._call(self._admin.GetLoad, admin_service_pb2.GetLoadRequest(model=model))
-            ).engines
-        )
+        return list((await self._call(self._admin.GetLoad, admin_service_pb2.GetLoadRequest(model=model))).engines)
 
     async def wait_ready(self, timeout_s: float = 30.0, *, service: str = "") -> None:
         """Wait until the server's health is SERVING, also for one that has not started to listen.
@@ -216,6 +192,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End every call that runs and close the connection. Calling it again is harmless."""
+        for generation in tuple(self._running):  # gRPC ends only those that a task is reading just now
+            generation.close()
         await self.channel.close()
 
     async def __aenter__(self) -> Self:
@@ -233,19 +211,17 @@ class AsyncClient:
         timeout = timeout_s if timeout_s is not None else self._timeout_s
         return time.monotonic() + timeout if timeout is not None else None
 
-    def _stream(
-        self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None
-    ) -> AsyncGeneration:
+    def _stream(self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None) -> AsyncGeneration:
         call = generation_service_pb2.GenerateRequest(spec=spec)
 
         def start(time_left_s: float | None) -> Any:
             return self._generation.Generate(call, timeout=time_left_s, metadata=self._metadata)
 
-        return AsyncGeneration(start, self._retry, self._deadline(timeout_s), self.endpoint)
+        generation = AsyncGeneration(start, self._retry, self._deadline(timeout_s), self.endpoint)
+        self._running.add(generation)
+        return generation
 
-    async def _once(
-        self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None
-    ) -> Result:
+    async def _once(self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None) -> Result:
         call = generation_service_pb2.GenerateOnceRequest(spec=spec)
         reply = await self._call(self._generation.GenerateOnce, call, timeout_s)
         return Result(reply.accepted, reply.outputs, reply.usage, reply.timings)

@@ -13,9 +13,7 @@ from xllm_client.types import Tls
 
 Option = tuple[str, Any]
 
-_MAX_MESSAGE_BYTES = (
-    64 * 1024 * 1024
-)  # a prompt of a million token ids, or a vocabulary's worth of logprobs
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # a prompt of a million token ids, or a vocabulary's worth of logprobs
 _COMMON: tuple[Option, ...] = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -60,13 +58,9 @@ def channel_settings(endpoint: str | None, token: str | None, tls: Tls | None) -
     else:
         address = Endpoint.parse(endpoint)
     if tls is not None and address.is_unix:
-        raise ValueError(
-            f"{address}: TLS is for TCP; a unix socket is private by its folder's mode"
-        )
+        raise ValueError(f"{address}: TLS is for TCP; a unix socket is private by its folder's mode")
     if token is not None and tls is None and not address.is_loopback:
-        raise ValueError(
-            f"{address}: a token without TLS could be read on the way; pass tls=Tls(...)"
-        )
+        raise ValueError(f"{address}: a token without TLS could be read on the way; pass tls=Tls(...)")
     options = _COMMON
     if not address.is_unix:
         options += _TCP
@@ -76,9 +70,7 @@ def channel_settings(endpoint: str | None, token: str | None, tls: Tls | None) -
         options += (("grpc.ssl_target_name_override", tls.server_name),)
     credentials = None
     if tls is not None:
-        credentials = grpc.ssl_channel_credentials(
-            tls.root_certificates, tls.private_key, tls.certificate_chain
-        )
+        credentials = grpc.ssl_channel_credentials(tls.root_certificates, tls.private_key, tls.certificate_chain)
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
     return ChannelSettings(str(address), credentials, options, metadata)
 
@@ -92,6 +84,4 @@ def _check_owner(address: Endpoint) -> None:
     except FileNotFoundError:
         return
     if owner not in (os.getuid(), 0):
-        raise PermissionError(
-            f"{folder} belongs to user {owner}, not to you; name your server's endpoint"
-        )
+        raise PermissionError(f"{folder} belongs to user {owner}, not to you; name your server's endpoint")

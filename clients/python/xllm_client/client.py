@@ -63,9 +63,7 @@ class Client:
         if settings.credentials is None:
             self.channel = grpc.insecure_channel(settings.target, settings.options)
         else:
-            self.channel = grpc.secure_channel(
-                settings.target, settings.credentials, settings.options
-            )
+            self.channel = grpc.secure_channel(settings.target, settings.credentials, settings.options)
         self._generation = generation_service_pb2_grpc.GenerationServiceStub(self.channel)
         self._model = model_service_pb2_grpc.ModelServiceStub(self.channel)
         self._admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
@@ -121,38 +119,26 @@ class Client:
         parse_special: bool = False,
     ) -> list[int]:
         """Return the token ids of a text."""
-        call = model_service_pb2.TokenizeRequest(
-            model=model, text=text, parse_special=parse_special
-        )
+        call = model_service_pb2.TokenizeRequest(model=model, text=text, parse_special=parse_special)
         if add_special_tokens is not None:
             call.add_special_tokens = add_special_tokens
         return list(self._call(self._model.Tokenize, call).token_ids)
 
-    def detokenize(
-        self, token_ids: Sequence[int], *, model: str = "", render_special: bool = False
-    ) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", render_special: bool = False) -> str:
         """Return the text of token ids."""
-        call = model_service_pb2.DetokenizeRequest(
-            model=model, token_ids=token_ids, render_special=render_special
-        )
+        call = model_service_pb2.DetokenizeRequest(model=model, token_ids=token_ids, render_special=render_special)
         return self._call(self._model.Detokenize, call).text
 
     def render_chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> str:
         """Return the prompt that a conversation becomes; options as the last four of ChatOptions."""
         chat = request.chat_message_list(messages, options)
-        return self._call(
-            self._model.RenderChat, model_service_pb2.RenderChatRequest(model=model, chat=chat)
-        ).text
+        return self._call(self._model.RenderChat, model_service_pb2.RenderChatRequest(model=model, chat=chat)).text
 
     def models(self) -> list[model_service_pb2.ModelSummary]:
         """Return the models served."""
-        return list(
-            self._call(self._model.ListModels, model_service_pb2.ListModelsRequest()).models
-        )
+        return list(self._call(self._model.ListModels, model_service_pb2.ListModelsRequest()).models)
 
-    def get_model(
-        self, model: str = "", *, include_metadata: bool = False
-    ) -> model_service_pb2.Model:
+    def get_model(self, model: str = "", *, include_metadata: bool = False) -> model_service_pb2.Model:
         """Return everything known about a model; "" is the server's only one."""
         call = model_service_pb2.GetModelRequest(model=model, include_metadata=include_metadata)
         return self._call(self._model.GetModel, call).model
@@ -163,9 +149,7 @@ class Client:
 
     def load(self, model: str = "") -> list[admin_service_pb2.EngineLoad]:
         """Return how busy each engine is; "" is all of them."""
-        return list(
-            self._call(self._admin.GetLoad, admin_service_pb2.GetLoadRequest(model=model)).engines
-        )
+        return list(self._call(self._admin.GetLoad, admin_service_pb2.GetLoadRequest(model=model)).engines)
 
     def wait_ready(self, timeout_s: float = 30.0, *, service: str = "") -> None:
         """Wait until the server's health is SERVING, also for one that has not started to listen.
@@ -212,9 +196,7 @@ class Client:
         timeout = timeout_s if timeout_s is not None else self._timeout_s
         return time.monotonic() + timeout if timeout is not None else None
 
-    def _stream(
-        self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None
-    ) -> Generation:
+    def _stream(self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None) -> Generation:
         call = generation_service_pb2.GenerateRequest(spec=spec)
 
         def start(time_left_s: float | None) -> Any:

@@ -79,15 +79,11 @@ def _socket_path(text: str) -> Path:
     if path.startswith("//"):
         path = path[2:]
         if not path.startswith("/"):
-            raise ValueError(
-                f"{text!r}: unix:// takes an absolute path, as in unix:///run/xllm.sock"
-            )
+            raise ValueError(f"{text!r}: unix:// takes an absolute path, as in unix:///run/xllm.sock")
     if not path or "\0" in path or path.endswith("/"):
         raise ValueError(f"{text!r} names no socket; {_FORMS}")
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise ValueError(
-            f"{text!r}: the path is longer than {_MAX_SOCKET_PATH} bytes; choose a shorter one"
-        )
+        raise ValueError(f"{text!r}: the path is longer than {_MAX_SOCKET_PATH} bytes; choose a shorter one")
     return Path(path)
 
 

@@ -165,9 +165,7 @@ def _status(call: grpc.Call) -> status_pb2.Status | None:
     """Return the status details; None when there are none, or they contradict the status itself."""
     try:
         return cast("status_pb2.Status | None", rpc_status.from_call(call))
-    except (
-        Exception
-    ):  # note: ValueError and protobuf's DecodeError; a broken trailer must not hide the failure
+    except Exception:  # note: ValueError and protobuf's DecodeError; a broken trailer must not hide the failure
         return None
 
 
@@ -185,9 +183,7 @@ def _add_details(failure: XllmError, status: status_pb2.Status | None) -> None:
         failure.retry_delay_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     bad = error_details_pb2.BadRequest()
     if _unpack(status, bad):
-        failure.field_violations = tuple(
-            FieldViolation(v.field, v.description) for v in bad.field_violations
-        )
+        failure.field_violations = tuple(FieldViolation(v.field, v.description) for v in bad.field_violations)
     usage = generation_pb2.Usage()
     if _unpack(status, usage):
         failure.usage = usage

@@ -13,7 +13,8 @@ class Event:
     """One event of a generation.
 
     `kind` is the event's name in the contract: accepted, prefill_progress, delta, output_finished or finished.
-    `message` is the contract's message with everything it says; the properties below are empty for other kinds than delta.
+    `message` is the contract's message with everything it says; the properties below are empty for other kinds than
+    delta.
     """
 
     kind: str
@@ -90,9 +91,7 @@ class ResultBuilder:
             case "delta":
                 self._add_delta(message.delta)
             case "output_finished":
-                self._output(message.output_finished.output_index).finished.CopyFrom(
-                    message.output_finished
-                )
+                self._output(message.output_finished.output_index).finished.CopyFrom(message.output_finished)
             case "finished":
                 self._finished = message.finished
 

@@ -35,9 +35,7 @@ _DIRECT = (
 _CHAT = ChatOptions.__optional_keys__ - GenerateOptions.__optional_keys__
 
 
-def generation_spec(
-    prompt: Prompt, options: GenerateOptions
-) -> generation_service_pb2.GenerationSpec:
+def generation_spec(prompt: Prompt, options: GenerateOptions) -> generation_service_pb2.GenerationSpec:
     """Build the spec of a text or token prompt. Raises TypeError for an unknown option or a wrong type."""
     spec = _spec(dict(options), GenerateOptions.__optional_keys__)
     if isinstance(prompt, str):
@@ -48,9 +46,7 @@ def generation_spec(
     return spec
 
 
-def chat_spec(
-    messages: Sequence[Message], options: ChatOptions
-) -> generation_service_pb2.GenerationSpec:
+def chat_spec(messages: Sequence[Message], options: ChatOptions) -> generation_service_pb2.GenerationSpec:
     """Build the spec of a chat. Raises TypeError for an unknown option or a wrong type."""
     values = dict(options)
     chat = chat_message_list(messages, {key: values.pop(key) for key in _CHAT & values.keys()})
@@ -81,16 +77,12 @@ def duration(seconds: float) -> duration_pb2.Duration:
 def _spec(values: dict[str, Any], names: frozenset[str]) -> generation_service_pb2.GenerationSpec:
     _check_names(values, names)
     return generation_service_pb2.GenerationSpec(
-        text_options=_message(
-            generation_service_pb2.TextOptions, _pick(values, "add_special_tokens", "parse_special")
-        ),
+        text_options=_message(generation_service_pb2.TextOptions, _pick(values, "add_special_tokens", "parse_special")),
         sampling=_message(sampling_pb2.SamplingParams, _pick(values, *_SAMPLING)),
         stop=_message(sampling_pb2.StopOptions, _stop(values)),
         constraint=_constraint(values),
         output=_message(sampling_pb2.OutputOptions, _pick(values, "token_ids", "top_logprobs")),
-        cache=_message(
-            sampling_pb2.CacheOptions, _pick(values, salt="cache_salt", bypass="cache_bypass")
-        ),
+        cache=_message(sampling_pb2.CacheOptions, _pick(values, salt="cache_salt", bypass="cache_bypass")),
         limits=_message(sampling_pb2.Limits, _limits(values)),
         **_pick(values, *_DIRECT),
     )
@@ -99,9 +91,7 @@ def _spec(values: dict[str, Any], names: frozenset[str]) -> generation_service_p
 def _check_names(values: Mapping[str, Any], names: frozenset[str]) -> None:
     unknown = sorted(values.keys() - names)
     if unknown:
-        raise TypeError(
-            f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(names))}"
-        )
+        raise TypeError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(names))}")
 
 
 def _pick(values: Mapping[str, Any], *same: str, **renamed: str) -> dict[str, Any]:
@@ -123,9 +113,7 @@ def _stop(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limits(values: Mapping[str, Any]) -> dict[str, Any]:
-    fields = _pick(
-        values, "max_tokens", max_queue_time="max_queue_time_s", max_duration="max_duration_s"
-    )
+    fields = _pick(values, "max_tokens", max_queue_time="max_queue_time_s", max_duration="max_duration_s")
     for name in ("max_queue_time", "max_duration"):
         if name in fields:
             fields[name] = duration(fields[name])
@@ -166,13 +154,9 @@ def _chat_message(message: Message) -> chat_pb2.ChatMessage:
     ]
     known = frozenset(("role", "tool_call_id", "name", "reasoning_text"))
     _check_names(fields, known)
-    return chat_pb2.ChatMessage(
-        parts=[chat_pb2.Part(text=part) for part in parts], tool_calls=calls, **fields
-    )
+    return chat_pb2.ChatMessage(parts=[chat_pb2.Part(text=part) for part in parts], tool_calls=calls, **fields)
 
 
 def _json_text(value: Any) -> str:
     """Return JSON text as it is, and anything else as JSON with its own key order and characters."""
-    return (
-        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-    )
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)

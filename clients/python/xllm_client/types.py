@@ -104,7 +104,5 @@ class Tls:
         server_name: str | None = None,
     ) -> Tls:
         """Read PEM files. Raises OSError."""
-        root_pem, key_pem, cert_pem = (
-            path.read_bytes() if path is not None else None for path in (root, key, cert)
-        )
+        root_pem, key_pem, cert_pem = (path.read_bytes() if path is not None else None for path in (root, key, cert))
         return cls(root_pem, key_pem, cert_pem, server_name)
