@@ -2,8 +2,10 @@
 #include "gguf/gguf.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <new>
@@ -14,6 +16,7 @@
 #include "base/rng.h"
 #include "gguf/vocab_arrays.h"
 #include "gguf_builder.h"
+#include "gguf_exercise.h"
 
 namespace {
 
@@ -21,29 +24,23 @@ namespace {
 // the reader to its memory. Tests here are single-threaded.
 size_t live_bytes = 0;
 size_t peak_bytes = 0;
-constexpr size_t kPrefix = alignof(std::max_align_t);
 
 }  // namespace
 
-void *operator new(size_t size) {
-  auto *memory = static_cast<unsigned char *>(std::malloc(size + kPrefix));
+[[gnu::noinline]] void *operator new(size_t size) {
+  void *memory = std::malloc(size);
   if (memory == nullptr) throw std::bad_alloc();
-  std::memcpy(memory, &size, sizeof size);
-  live_bytes += size;
+  live_bytes += ::malloc_usable_size(memory);
   peak_bytes = std::max(peak_bytes, live_bytes);
-  return memory + kPrefix;
+  return memory;
 }
 
-void operator delete(void *pointer) noexcept {
-  if (pointer == nullptr) return;
-  auto *memory = static_cast<unsigned char *>(pointer) - kPrefix;
-  size_t size = 0;
-  std::memcpy(&size, memory, sizeof size);
-  live_bytes -= size;
+[[gnu::noinline]] void operator delete(void *memory) noexcept {
+  live_bytes -= ::malloc_usable_size(memory);
   std::free(memory);
 }
 
-void operator delete(void *pointer, size_t) noexcept { operator delete(pointer); }
+[[gnu::noinline]] void operator delete(void *memory, size_t) noexcept { operator delete(memory); }
 
 namespace xllm {
 namespace {
@@ -126,38 +123,6 @@ GgufBuilder small_model() {
       .tensor("output_norm.weight", {5}, kF32, 20)
       .tensor("blk.0.ffn_up.weight", {2, 3}, kF16, 12);
   return builder;
-}
-
-// Touches everything that a file offers, whatever it is.
-uint64_t read_everything(const GgufFile &file) {
-  uint64_t sum = 0;
-  for (const GgufValue &value : file.values()) {
-    sum += value.to_json().size() + value.type_name().size() + value.raw().second.size();
-    for (int way = 0; way < 7; ++way) {
-      try {
-        if (way == 0) sum += static_cast<uint64_t>(value.as_int());
-        if (way == 1) sum += value.as_float() > 0;
-        if (way == 2) sum += value.as_string().size();
-        if (way == 3) sum += value.as_bool();
-        if (way == 4) sum += value.as_ints().size();
-        if (way == 5) sum += value.as_floats().size();
-        if (way == 6) {
-          const GgufStrings strings = value.as_strings();
-          for (size_t i = 0; i < strings.size(); ++i) sum += strings[i].size();
-        }
-      } catch (const Error &) {
-      }
-    }
-  }
-  for (const GgufTensor &tensor : file.tensors()) {
-    const auto *data = static_cast<const uint8_t *>(tensor.data);
-    for (uint64_t i = 0; i < tensor.size_bytes; ++i) sum += data[i];
-  }
-  try {
-    sum += read_vocab_arrays(file).tokens.size();
-  } catch (const Error &) {
-  }
-  return sum;
 }
 
 // --- good files ---------------------------------------------------------------------------------
