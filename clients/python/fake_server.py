@@ -228,7 +228,10 @@ class FakeServer(
 
     def _summary(self) -> model_service_pb2.ModelSummary:
         return model_service_pb2.ModelSummary(
-            name="fake", architecture="llama", num_parameters=1000, decode_mode=decode_mode_pb2.DECODE_MODE_BATCHED
+            name="fake",
+            architecture="llama",
+            num_parameters=1000,
+            decode_mode=decode_mode_pb2.DECODE_MODE_BATCHED,
         )
 
     def _maybe_refuse(self, context: grpc.ServicerContext) -> None:

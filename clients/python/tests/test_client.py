@@ -148,6 +148,24 @@ def test_close_from_another_thread_ends_the_iteration(server: FakeServer, client
     assert server.call_ended.wait(5)
 
 
+def test_closed_generation_has_the_result_so_far(server: FakeServer, client: Client) -> None:
+    server.on_generate = endless
+    generation = client.generate("Hi")
+    generation.close()
+    result = generation.result()
+    assert (result.text, result.finish_reason) == ("", "UNSPECIFIED")
+
+
+def test_server_that_dies_in_the_middle(server: FakeServer, client: Client) -> None:
+    server.on_generate = endless
+    generation = client.generate("Hi")
+    next(generation)
+    server.stop()
+    with pytest.raises(UnavailableError, match=r"the connection to unix:.* broke"):
+        generation.result()
+    assert len(server.requests) == 1
+
+
 def test_deadline(server: FakeServer, client: Client) -> None:
     server.on_generate = endless
     with pytest.raises(DeadlineExceededError):

@@ -269,6 +269,7 @@ class AsyncGeneration(AsyncIterator[Event]):
         self._attempt = 1
         self._builder = ResultBuilder()
         self._closed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._call = start(time_left(deadline))
 
     @property
@@ -321,8 +322,13 @@ class AsyncGeneration(AsyncIterator[Event]):
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # note: the last reference may go in a garbage collection on any thread
+        if hasattr(self, "_call") and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._call.cancel)
+
     async def _again_or_raise(self, error: grpc.RpcError) -> None:
-        failure = from_rpc_error(error, self._endpoint)
+        failure = from_rpc_error(error, self._endpoint, began=self.accepted is not None)
         left = time_left(self._deadline)
         delay = self._retry.delay_s(failure, self._attempt, left) if self.accepted is None else None
         if delay is None:

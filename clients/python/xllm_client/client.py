@@ -300,7 +300,7 @@ class Generation(Iterator[Event]):
             self._call.cancel()
 
     def _again_or_raise(self, error: grpc.RpcError) -> None:
-        failure = from_rpc_error(error, self._endpoint)
+        failure = from_rpc_error(error, self._endpoint, began=self.accepted is not None)
         left = time_left(self._deadline)
         delay = self._retry.delay_s(failure, self._attempt, left) if self.accepted is None else None
         if delay is None:

@@ -142,8 +142,8 @@ _BY_REASON: dict[str, type[XllmError]] = {
 }
 
 
-def from_rpc_error(error: grpc.RpcError, endpoint: str) -> XllmError:
-    """Return the exception for a failed call to the server at `endpoint`. Never raises."""
+def from_rpc_error(error: grpc.RpcError, endpoint: str, *, began: bool = False) -> XllmError:
+    """Return the exception for a failed call to the server at `endpoint`; `began`: it had answered already."""
     call = cast("grpc.Call", error)
     status = _status(call)
     info = error_details_pb2.ErrorInfo()
@@ -153,7 +153,10 @@ def from_rpc_error(error: grpc.RpcError, endpoint: str) -> XllmError:
     message = call.details() or ""
     code = call.code()
     if code == grpc.StatusCode.UNAVAILABLE and not reason:
-        message = f"no xLLM server answers at {endpoint}; start one with `xllm serve`, or name another ({message})"
+        if began:
+            message = f"the connection to {endpoint} broke ({message})"
+        else:
+            message = f"no xLLM server answers at {endpoint}; start one with `xllm serve`, or name another ({message})"
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, XllmError)
     failure = kind(code, message, reason)
     failure.metadata = dict(info.metadata) if reason else {}

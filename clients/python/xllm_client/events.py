@@ -53,18 +53,22 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The answer of the first output."""
-        return self.outputs[0].text
+        """The answer of the first output; empty when a generation was closed before it had one."""
+        return self._first.text
 
     @property
     def reasoning_text(self) -> str:
         """The reasoning section of the first output."""
-        return self.outputs[0].reasoning_text
+        return self._first.reasoning_text
 
     @property
     def finish_reason(self) -> str:
-        """What ended the first output, such as "EOS" or "MAX_TOKENS"."""
-        return finish_reason_name(self.outputs[0].finished.reason)
+        """What ended the first output, such as "EOS" or "MAX_TOKENS"; "UNSPECIFIED" when nothing did."""
+        return finish_reason_name(self._first.finished.reason)
+
+    @property
+    def _first(self) -> generation_pb2.Output:
+        return self.outputs[0] if self.outputs else generation_pb2.Output()
 
 
 def finish_reason_name(reason: int) -> str:
