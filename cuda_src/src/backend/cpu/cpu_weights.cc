@@ -1,0 +1,122 @@
+#include "backend/cpu/cpu_weights.h"
+
+#include "backend/cpu/dequant.h"
+#include "base/thread_pool.h"
+
+namespace xllm::cpu {
+namespace {
+
+// Whether a product in this form needs an f32 copy; f32 tensors serve both forms where they lie.
+bool needs_copy(const MatrixView &tensor, WeightForm form) {
+  return form == WeightForm::kDequantized && tensor.dtype != DType::kF32;
+}
+
+uint64_t copy_bytes(const MatrixView &tensor) {
+  return static_cast<uint64_t>(tensor.rows) * static_cast<uint64_t>(tensor.cols) * sizeof(float);
+}
+
+template <typename Visit>
+void for_each_matrix(const ModelTensors &tensors, const Visit &visit) {
+  for (const LayerTensors &layer : tensors.layers) {
+    for (const MatrixView *tensor : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+      visit(*tensor);
+    }
+  }
+  visit(tensors.head);
+}
+
+template <typename Visit>
+void for_each_vector(const ModelTensors &tensors, const Visit &visit) {
+  for (const LayerTensors &layer : tensors.layers) {
+    for (const MatrixView *tensor : {&layer.attn_norm, &layer.q_bias, &layer.k_bias, &layer.v_bias, &layer.q_norm,
+                                     &layer.k_norm, &layer.o_bias, &layer.ffn_norm}) {
+      visit(*tensor);
+    }
+  }
+  visit(tensors.output_norm);
+}
+
+}  // namespace
+
+WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form) {
+  WeightBytes bytes;
+  for_each_matrix(tensors, [&](const MatrixView &tensor) {
+    if (needs_copy(tensor, form)) {
+      bytes.own += copy_bytes(tensor);
+    } else {
+      bytes.mapped += tensor.size_bytes();
+    }
+  });
+  const bool is_read_by_head = tensors.head.data == tensors.embedding.data && !needs_copy(tensors.head, form);
+  if (!is_read_by_head) bytes.mapped += tensors.embedding.size_bytes();
+  for_each_vector(tensors, [&](const MatrixView &tensor) {
+    if (tensor) bytes.own += copy_bytes(tensor);
+  });
+  return bytes;
+}
+
+Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool) {
+  Matrix matrix;
+  matrix.dtype = tensor.dtype;
+  matrix.rows = static_cast<int>(tensor.rows);
+  matrix.cols = static_cast<int>(tensor.cols);
+  matrix.row_bytes = tensor.row_bytes();
+  matrix.data = static_cast<const uint8_t *>(tensor.data);
+  if (!needs_copy(tensor, form_)) return matrix;
+
+  copies_.emplace_back(allocator, copy_bytes(tensor));
+  auto *copy = copies_.back().data<float>();
+  pool->parallel_for(tensor.rows, [&](int64_t row, int) {
+    dequantize_row(tensor.dtype, tensor.row(row), tensor.cols, copy + row * tensor.cols);
+  });
+  size_bytes_ += copy_bytes(tensor);
+  matrix.dtype = DType::kF32;
+  matrix.row_bytes = static_cast<uint64_t>(tensor.cols) * sizeof(float);
+  matrix.data = reinterpret_cast<const uint8_t *>(copy);
+  return matrix;
+}
+
+Vector CpuWeights::take_vector(const MatrixView &tensor) {
+  if (!tensor) return {};
+  Vector vector(static_cast<size_t>(tensor.cols));
+  dequantize_row(tensor.dtype, tensor.data, tensor.cols, vector.data());
+  size_bytes_ += vector.size() * sizeof(float);
+  return vector;
+}
+
+CpuWeights::CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, Allocator *allocator,
+                       ThreadPool *pool, const std::function<void(uint64_t, uint64_t)> &progress)
+    : dims_(dims), form_(form), embedding_(tensors.embedding) {
+  uint64_t total = 0, done = 0;
+  for_each_matrix(tensors, [&](const MatrixView &tensor) { total += tensor.size_bytes(); });
+  const auto take = [&](const MatrixView &tensor) {
+    Matrix matrix = take_matrix(tensor, allocator, pool);
+    done += tensor.size_bytes();
+    if (progress) progress(done, total);
+    return matrix;
+  };
+  layers_.reserve(tensors.layers.size());
+  for (const LayerTensors &from : tensors.layers) {
+    layers_.emplace_back();
+    Layer &to = layers_.back();
+    to.attn_norm = take_vector(from.attn_norm);
+    to.q = take(from.q);
+    to.k = take(from.k);
+    to.v = take(from.v);
+    to.q_bias = take_vector(from.q_bias);
+    to.k_bias = take_vector(from.k_bias);
+    to.v_bias = take_vector(from.v_bias);
+    to.q_norm = take_vector(from.q_norm);
+    to.k_norm = take_vector(from.k_norm);
+    to.o = take(from.o);
+    to.o_bias = take_vector(from.o_bias);
+    to.ffn_norm = take_vector(from.ffn_norm);
+    to.gate = take(from.gate);
+    to.up = take(from.up);
+    to.down = take(from.down);
+  }
+  output_norm_ = take_vector(tensors.output_norm);
+  head_ = take(tensors.head);
+}
+
+}  // namespace xllm::cpu
