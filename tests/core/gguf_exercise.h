@@ -26,7 +26,8 @@ inline uint64_t read_everything(const GgufFile &file) {
           const GgufStrings strings = value.as_strings();
           for (size_t i = 0; i < strings.size(); ++i) sum += strings[i].size();
         }
-      } catch (const Error &) {
+      } catch (const Error &error) {
+        sum += error.message().size();
       }
     }
   }
@@ -36,7 +37,8 @@ inline uint64_t read_everything(const GgufFile &file) {
   }
   try {
     sum += read_vocab_arrays(file).tokens.size();
-  } catch (const Error &) {
+  } catch (const Error &error) {
+    sum += error.message().size();
   }
   return sum;
 }
