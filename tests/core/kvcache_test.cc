@@ -172,6 +172,8 @@ TEST_F(PrefixCacheTest, TheSameTokensAfterAnotherBeginningAreAnotherPrefix) {
   prefill(prompt, &first);
   prompt[0] = 7;  // blocks 1 and on hold the same ids as before, but not the same K and V
   EXPECT_EQ(prefill(prompt, &second), 0);
+  EXPECT_EQ(cache.count_cached(prompt, 8, ""), 8);  // both are kept beside one another
+  EXPECT_EQ(cache.count_cached(tokens(9), 8, ""), 8);
 }
 
 TEST_F(PrefixCacheTest, AnotherSaltSeesNothing) {

@@ -158,14 +158,11 @@ def read_config(file: GgufFile) -> Config:
         factor=get("rope.scaling.factor", 1.0),
         original_context=get("rope.scaling.original_context_length", get("context_length")),
         extrapolation=get("rope.scaling.yarn_ext_factor", 1.0),
-        attention_factor=get("rope.scaling.attn_factor", 1.0)
-        * get("rope.scaling.yarn_attn_factor", 1.0),
+        attention_factor=get("rope.scaling.attn_factor", 1.0) * get("rope.scaling.yarn_attn_factor", 1.0),
         beta_fast=get("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=get("rope.scaling.yarn_beta_slow", 1.0),
         divisors=(
-            file.tensor("rope_freqs.weight").astype(np.float64)
-            if "rope_freqs.weight" in file.names
-            else np.ones(1)
+            file.tensor("rope_freqs.weight").astype(np.float64) if "rope_freqs.weight" in file.names else np.ones(1)
         ),
     )
     return Config(

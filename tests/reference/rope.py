@@ -48,9 +48,7 @@ class Rope:
         if self.scaling == "yarn":
             # The pair whose wavelength fits `turns` times into the original context.
             low, high = (
-                self.dim
-                * np.log(self.original_context / (turns * 2 * np.pi))
-                / (2 * np.log(self.base))
+                self.dim * np.log(self.original_context / (turns * 2 * np.pi)) / (2 * np.log(self.base))
                 for turns in (self.beta_fast, self.beta_slow)
             )
             low, high = max(np.floor(low), 0), min(np.ceil(high), self.dim - 1)
