@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from pre_tokenizers import PRE_TOKENIZERS
 from tokenizers import decoders, models, pre_tokenizers
 from vocab_file import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
 
@@ -87,12 +88,18 @@ def from_gguf(path: Path) -> Reference:
 
 
 def from_tokenizer_json(name: str, archive: Path) -> Reference:
-    """A byte-level BPE tokenizer published as tokenizer.json inside a package."""
+    """A byte-level BPE tokenizer published as tokenizer.json inside a package.
+
+    A name of PRE_TOKENIZERS stands for that pre-tokenizer over the same vocabulary and merges.
+    """
     with tarfile.open(archive) as tar:
         member = tar.extractfile("package/models/tokenizer.json")
         assert member is not None
-        text = member.read().decode()
-    spec: dict[str, Any] = json.loads(text)
+        spec: dict[str, Any] = json.load(member)
+    if name in PRE_TOKENIZERS:
+        spec["normalizer"] = None
+        spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[name]}
+        spec["model"]["ignore_merges"] = name == "tekken"
     by_id = {i: (token, NORMAL) for token, i in spec["model"]["vocab"].items()}
     for added in spec["added_tokens"]:
         by_id[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
@@ -102,7 +109,7 @@ def from_tokenizer_json(name: str, archive: Path) -> Reference:
     vocabulary = Vocabulary(
         "gpt2", [e[0] for e in entries], [e[1] for e in entries], pre=name, merges=merges, add_bos=0
     )
-    oracle = tokenizers.Tokenizer.from_str(text)
+    oracle = tokenizers.Tokenizer.from_str(json.dumps(spec))
     oracle.encode_special_tokens = True
     return Reference(name, vocabulary, _batch_encoder(oracle))
 

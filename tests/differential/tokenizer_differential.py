@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from corpus import random_texts
+from pre_tokenizers import PRE_TOKENIZERS
 from references import Reference, fetch, from_gguf, from_sentencepiece, from_tokenizer_json
 from vocab_file import encode_all
 
@@ -23,7 +24,7 @@ MISTRAL_MODEL = "mistral_common/data/tokenizer.model.v1"
 
 def references(args: argparse.Namespace) -> Iterator[Reference]:
     """The references asked for; those that need a file not given are left out, by name."""
-    for name in args.only or ("smollm", "qwen2", "llama-bpe", "sentencepiece"):
+    for name in args.only or ("smollm", "qwen2", "llama-bpe", "sentencepiece", *PRE_TOKENIZERS):
         if name == "smollm":
             if args.gguf is None:
                 print("smollm: left out, --gguf not given", file=sys.stderr)
@@ -32,7 +33,8 @@ def references(args: argparse.Namespace) -> Iterator[Reference]:
         elif name == "sentencepiece":
             yield from_sentencepiece(fetch("mistral", args.cache), MISTRAL_MODEL)
         else:
-            yield from_tokenizer_json(name, fetch(name, args.cache))
+            archive = fetch("qwen2" if name in PRE_TOKENIZERS else name, args.cache)
+            yield from_tokenizer_json(name, archive)
 
 
 def compare(reference: Reference, args: argparse.Namespace) -> int:

@@ -1,19 +1,26 @@
 #include "tokenizer/pretokenize.h"
 
-#include "tokenizer/scan.h"
-
 namespace xllm {
 namespace {
 
-// smollm, starcoder: every number by itself, then GPT-2's rules inside what remains.
-void split_smollm(std::string_view text, const PieceSink &sink) {
-  split_each(text, kNumber, [&](std::string_view part) { split_gpt2(part, sink); });
-}
-
-// In the order of the models' release.
+// Names with the same rules stand side by side.
 constexpr PreTokenizer kPreTokenizers[] = {
-    {"gpt-2", split_gpt2},
-    {"smollm", split_smollm},
+    // name, split, normalizes_nfc, ignores_merges, adds_bos
+    {"gpt-2", split_gpt2_text, false, false, false},
+    {"phi-2", split_gpt2_text, false, false, false},
+    {"smollm", split_smollm, false, false, false},
+    {"starcoder", split_smollm, false, false, false},
+    {"refact", split_smollm, false, false, false},
+    {"falcon", split_falcon, false, false, false},
+    {"llama-bpe", split_llama3, false, true, true},
+    {"llama3", split_llama3, false, true, true},
+    {"llama-v3", split_llama3, false, true, true},
+    {"qwen2", split_qwen2, true, false, false},
+    {"deepseek-r1-qwen", split_qwen2, true, false, false},
+    {"tekken", split_tekken, false, true, true},
+    {"deepseek-llm", split_deepseek_llm, false, false, false},
+    {"deepseek-coder", split_deepseek_coder, false, false, false},
+    {"deepseek-v3", split_deepseek_v3, false, false, false},
 };
 
 }  // namespace

@@ -25,4 +25,15 @@ const PreTokenizer *find_pre_tokenizer(std::string_view name);
 // The names that find_pre_tokenizer knows, separated by ", ".
 std::string pre_tokenizer_names();
 
+// The splitters, by the model family that they were made for.
+void split_gpt2_text(std::string_view text, const PieceSink &sink);
+void split_smollm(std::string_view text, const PieceSink &sink);
+void split_falcon(std::string_view text, const PieceSink &sink);
+void split_llama3(std::string_view text, const PieceSink &sink);
+void split_qwen2(std::string_view text, const PieceSink &sink);
+void split_tekken(std::string_view text, const PieceSink &sink);
+void split_deepseek_llm(std::string_view text, const PieceSink &sink);
+void split_deepseek_coder(std::string_view text, const PieceSink &sink);
+void split_deepseek_v3(std::string_view text, const PieceSink &sink);
+
 }  // namespace xllm

@@ -96,6 +96,46 @@ void split_each(std::string_view text, uint16_t mask, const Sink &sink) {
   if (begin < text.size()) sink(text.substr(begin));
 }
 
+// Gives what match(text, pos) accepts, a non-empty stretch from pos to the end it returns, and what
+// lies between two such stretches. match returns pos where nothing begins.
+template <typename Match, typename Sink>
+void split_matches(std::string_view text, const Match &match, const Sink &sink) {
+  size_t begin = 0;
+  for (size_t pos = 0; pos < text.size();) {
+    const size_t end = match(text, pos);
+    if (end == pos) {
+      pos = char_at(text, pos).end;
+      continue;
+    }
+    if (pos > begin) sink(text.substr(begin, pos - begin));
+    sink(text.substr(pos, end - pos));
+    begin = pos = end;
+  }
+  if (begin < text.size()) sink(text.substr(begin));
+}
+
+// \s*[\r\n]+|\s+(?!\S)|\s+ from pos: up to the last line break of a run of white space, else as
+// spaces_end. pos where no white space stands.
+inline size_t lines_or_spaces_end(std::string_view text, size_t pos) {
+  size_t line_end = pos;
+  for (size_t end = pos; end < text.size();) {
+    const Char c = char_at(text, end);
+    if (!c.is(kSpace)) break;
+    end = c.end;
+    if (c.is(kNewline)) line_end = end;
+  }
+  return line_end > pos ? line_end : spaces_end(text, pos);
+}
+
+// A space or nothing, then characters that have none of the classes in `without`, then those that
+// tail(Char) accepts: ` ?[^...]+[...]*`; pos if there are none.
+template <typename Tail>
+size_t marks_end(std::string_view text, size_t pos, uint16_t without, const Tail &tail) {
+  const size_t begin = text[pos] == ' ' ? pos + 1 : pos;
+  const size_t end = run_without(text, begin, without);
+  return end > begin ? run_end(text, end, tail) : pos;
+}
+
 // GPT-2: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 template <typename Sink>
 void split_gpt2(std::string_view text, const Sink &sink) {
