@@ -78,7 +78,7 @@ def write_case(name: str, arch: str, options: Overrides) -> None:
         vector(at + "attn_norm.weight", width, 1.0, 0.1)
         vector(at + "ffn_norm.weight", width, 1.0, 0.1)
         for letter, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            matrix(at + f"attn_{letter}.weight", count * head_dim, width, 2 * width**-0.5)
+            matrix(at + f"attn_{letter}.weight", count * head_dim, width, width**-0.5)
             if o.get("bias", False):
                 vector(at + f"attn_{letter}.bias", count * head_dim, 0.0, 1.0)
             if o.get("norm", False) and letter != "v":
