@@ -1,11 +1,9 @@
 #include "tokenizer/bpe.h"
 
-#include <algorithm>
-#include <functional>
 #include <limits>
-#include <utility>
 
 #include "base/error.h"
+#include "tokenizer/merge.h"
 #include "tokenizer/nfc.h"
 #include "tokenizer/unicode.h"
 
@@ -16,48 +14,6 @@ namespace {
 // pair: quadratic, but without any allocation.
 constexpr size_t kShortPiece = 48;
 constexpr int32_t kNoMerge = std::numeric_limits<int32_t>::max();
-
-// A pair that may be merged: rank << 32 | position of its left symbol. Ascending order is the order
-// of merging.
-using Candidate = uint64_t;
-
-// Candidates in order: a sorted run, and a heap for those that come up while it is consumed. When
-// the run is used up the heap becomes the next run, so that a long piece costs few heap operations.
-class CandidateQueue {
- public:
-  explicit CandidateQueue(std::vector<Candidate> first) : run_(std::move(first)) {
-    std::sort(run_.begin(), run_.end());
-  }
-
-  void push(Candidate candidate) {
-    heap_.push_back(candidate);
-    std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
-  }
-
-  // False when there is none left.
-  bool pop(Candidate *candidate) {
-    if (next_ == run_.size()) {
-      run_.clear();
-      run_.swap(heap_);
-      next_ = 0;
-      std::sort(run_.begin(), run_.end());
-      if (run_.empty()) return false;
-    }
-    if (!heap_.empty() && heap_.front() < run_[next_]) {
-      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
-      *candidate = heap_.back();
-      heap_.pop_back();
-    } else {
-      *candidate = run_[next_++];
-    }
-    return true;
-  }
-
- private:
-  std::vector<Candidate> run_;
-  size_t next_ = 0;  // the first of run_ that was not popped yet
-  std::vector<Candidate> heap_;
-};
 
 }  // namespace
 
@@ -152,52 +108,20 @@ void BpeModel::encode_short(std::string_view piece, std::vector<int32_t> *ids) c
   for (size_t i = 0; i < count; ++i) emit(symbols[i], ids);
 }
 
-// Symbols lie where their first byte did. size[i] is the length of the symbol that begins at i, and
-// also that of the one that ends at i: the list is linked both ways at four bytes a place.
 void BpeModel::encode_long(std::string_view piece, std::vector<int32_t> *ids) const {
-  std::vector<int32_t> symbols;
-  symbols.reserve(piece.size());
+  SymbolList list;
+  list.reserve(piece.size());
   for (const char c : piece) {
     const int32_t id = vocab_.byte_token(static_cast<unsigned char>(c));
-    if (id >= 0) symbols.push_back(id);
+    if (id >= 0) list.append(id, 1);
   }
-  const size_t count = symbols.size();
-  std::vector<int32_t> size(count, 1);
-
-  std::vector<Candidate> first;
-  const auto candidate_at = [&](const Merge &merge, size_t left) {
-    return static_cast<Candidate>(merge.rank) << 32 | left;
-  };
-  for (size_t i = 0; i + 1 < count; ++i) {
-    const Merge *merge = merges_.find(symbols[i], symbols[i + 1]);
-    if (merge != nullptr) first.push_back(candidate_at(*merge, i));
-  }
-  CandidateQueue queue(std::move(first));
-
-  for (Candidate candidate; queue.pop(&candidate);) {
-    const auto left = static_cast<size_t>(candidate & 0xFFFFFFFFu);
-    const auto rank = static_cast<int32_t>(candidate >> 32);
-    if (symbols[left] < 0) continue;  // swallowed by a symbol to its left
-    const size_t right = left + size[left];
-    if (right >= count) continue;
-    const Merge *merge = merges_.find(symbols[left], symbols[right]);
-    if (merge == nullptr || merge->rank != rank) continue;  // one of the two has changed
-
-    symbols[left] = merge->symbol;
-    symbols[right] = -1;
-    const size_t end = right + size[right];
-    size[left] = size[end - 1] = static_cast<int32_t>(end - left);
-    if (end < count) {
-      const Merge *next = merges_.find(symbols[left], symbols[end]);
-      if (next != nullptr) queue.push(candidate_at(*next, left));
-    }
-    if (left > 0) {
-      const size_t before = left - size[left - 1];
-      const Merge *next = merges_.find(symbols[before], symbols[left]);
-      if (next != nullptr) queue.push(candidate_at(*next, before));
-    }
-  }
-  for (size_t i = 0; i < count; i += size[i]) emit(symbols[i], ids);
+  merge_symbols(&list, [&](size_t first, size_t second, PairMerge *out) {
+    const Merge *merge = merges_.find(list.symbol(first), list.symbol(second));
+    if (merge == nullptr) return false;
+    *out = {static_cast<uint32_t>(merge->rank), merge->symbol};
+    return true;
+  });
+  for (size_t i = 0; i < list.num_places(); i = list.next(i)) emit(list.symbol(i), ids);
 }
 
 void BpeModel::emit(int32_t symbol, std::vector<int32_t> *ids) const {

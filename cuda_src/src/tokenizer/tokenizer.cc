@@ -10,6 +10,7 @@
 #include "tokenizer/end_of_generation.h"
 #include "tokenizer/pretokenize.h"
 #include "tokenizer/special_matcher.h"
+#include "tokenizer/spm.h"
 #include "tokenizer/text_model.h"
 #include "tokenizer/unicode.h"
 #include "tokenizer/vocab.h"
@@ -72,9 +73,12 @@ Tokenizer::Tokenizer(const VocabSource &source)
     pre_tokenizer_source_ = source.pre_source;
     family_adds_bos = pre->adds_bos;
     text_model_ = std::make_unique<BpeModel>(*vocab_, source, *pre);
+  } else if (model_ == "llama") {
+    family_adds_bos = true;
+    text_model_ = std::make_unique<SpmModel>(*vocab_, source);
   } else {
     throw Error(Status::kModelUnsupported,
-                "tokenizer.ggml.model: expected gpt2 or no_vocab, found \"" + model_ + "\"");
+                "tokenizer.ggml.model: expected gpt2, llama or no_vocab, found \"" + model_ + "\"");
   }
   add_bos_ = source.add_bos.value_or(family_adds_bos) && bos_.has_value();
   add_eos_ = source.add_eos.value_or(false) && eos_.has_value();
@@ -142,7 +146,9 @@ std::vector<int32_t> Tokenizer::encode_segments(Span<const Segment> segments, bo
     SpecialMatcher::Match match{text.size(), text.size(), -1};
     special_->find(text, pos, accept, &match);
     const std::string_view plain = text.substr(pos, match.begin - pos);
-    if (!plain.empty() || (starts_text && match.id >= 0)) {
+    // A text that begins with a USER_DEFINED token still gets the model's own space in front.
+    const bool is_control = match.id >= 0 && vocab_->type(match.id) == TokenType::kControl;
+    if (!plain.empty() || (match.id >= 0 && !is_control)) {
       text_model_->encode(plain, starts_text, &ids);
     }
     if (match.id >= 0) {
@@ -150,7 +156,7 @@ std::vector<int32_t> Tokenizer::encode_segments(Span<const Segment> segments, bo
       if (!(match.begin == 0 && !ids.empty() && match.id == bos_ && add_special && add_bos_)) {
         ids.push_back(match.id);
       }
-      starts_text = vocab_->type(match.id) == TokenType::kControl;
+      starts_text = is_control;
     }
     pos = match.end;
   }
