@@ -66,7 +66,10 @@ std::vector<TensorTypeUse> count_types(const GgufFile &file) {
 }  // namespace
 
 Model Model::open(const std::string &path, const ModelOverrides &overrides) {
-  GgufFile file = GgufFile::open(path);
+  return create(GgufFile::open(path), overrides);
+}
+
+Model Model::create(GgufFile file, const ModelOverrides &overrides) {
   ModelConfig config = read_model_config(file, overrides);
   return Model(std::move(file), std::move(config));
 }

@@ -25,6 +25,8 @@ class Model {
   // Reads metadata and the tensor table, no weights. Throws what GgufFile::open, read_model_config,
   // bind_tensors and check_tensors throw.
   static Model open(const std::string &path, const ModelOverrides &overrides = {});
+  // The same of a file that is already open; takes it over.
+  static Model create(GgufFile file, const ModelOverrides &overrides = {});
 
   const GgufFile &file() const {
     return file_;

@@ -1,0 +1,471 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <random>
+#include <utility>
+
+#include "base/checked.h"
+#include "base/error.h"
+#include "model/batch.h"
+
+namespace xllm {
+namespace {
+
+constexpr std::chrono::milliseconds kIdleHeartbeat{500};
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+double now_s() { return static_cast<double>(now_ns()) * 1e-9; }
+
+uint64_t random_u64() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+WeightForm form_of(DecodeMode mode) {
+  return mode == DecodeMode::kPerSlot ? WeightForm::kDequantized : WeightForm::kRaw;
+}
+
+uint32_t mode_bit(DecodeMode mode) { return 1u << static_cast<unsigned>(mode); }
+
+}  // namespace
+
+Engine::Engine(EngineModel model, const EngineConfig &config, std::unique_ptr<Backend> backend)
+    : model_(std::move(model)),
+      config_(config),
+      backend_(std::move(backend)),
+      vocabulary_(model_.tokenizer, model_.dims.vocab_size),
+      plan_(plan_engine(model_, config_, *backend_)),
+      cache_key_{random_u64(), random_u64()},
+      slots_(config.max_slots),
+      slot_snapshot_(slots_.slots()) {
+  const double start_s = now_s();
+  check_plan(plan_.memory);
+  if (config_.decode_mode != DecodeMode::kAuto) load_lane(config_.decode_mode);
+  info_.device = backend_->info();
+  info_.decode_mode = config_.decode_mode;
+  info_.kv_type = config_.kv_type;
+  info_.max_slots = config_.max_slots;
+  info_.max_seq_len = plan_.max_seq_len;
+  info_.prefill_chunk = config_.prefill_chunk;
+  info_.block_size = config_.block_size;
+  info_.max_queue = config_.max_queue;
+  info_.plan = plan_.memory;
+  info_.load_s = now_s() - start_s;
+  publish();
+  thread_ = std::thread([this] { run(); });
+}
+
+Engine::~Engine() {
+  events_.close();
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    is_stopping_ = true;
+  }
+  inbox_changed_.notify_all();
+  thread_.join();
+  requests_.clear();
+  lanes_.clear();
+}
+
+// ---- callers' side ----
+
+uint64_t Engine::submit(RequestOptions options) {
+  const DecodeMode mode =
+      resolve_decode_mode(config_.decode_mode, options.decode_mode, "xllm_engine_submit");
+  validate(options, vocabulary_, plan_.max_seq_len);
+  check_lane(mode, static_cast<int>(options.prompt.size()));
+  const uint64_t seed = options.sampling.seed ? 0 : random_u64();
+  const Delivery delivery = options.delivery;
+  // Built before the lock is taken: copying and counting a long prompt holds nobody up.
+  auto request = std::make_unique<Request>(0, std::move(options), mode, seed, &vocabulary_,
+                                           plan_.max_seq_len, config_.block_size, now_s());
+  uint64_t id = 0;
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (has_failed_) {
+      throw Error(Status::kEngineFailed,
+                  "the step loop has stopped: " + failure_ + "; create another engine");
+    }
+    if (is_draining_) throw Error(Status::kDraining, "the engine takes no new requests: draining");
+    const int64_t limit = int64_t{config_.max_slots} + config_.max_queue;
+    if (num_live_ >= limit) {
+      throw Error(Status::kQueueFull,
+                  "queue: " + std::to_string(config_.max_queue) +
+                      " requests wait already (max_queue); retry later",
+                  {{"limit", std::to_string(config_.max_queue)}});
+    }
+    id = next_id_++;
+    request->sequence.id = id;
+    if (delivery == Delivery::kPrivate) events_.open_private(id);
+    inbox_.push_back(std::move(request));
+    ++num_live_;
+  }
+  inbox_changed_.notify_one();
+  return id;
+}
+
+void Engine::check_lane(DecodeMode mode, int num_prompt) {
+  if (mode == DecodeMode::kPerSlot && !plan_.without_per_slot.empty()) {
+    throw Error(Status::kUnimplemented, plan_.without_per_slot);
+  }
+  const WeightSetPlan &plan = lane_plan(mode);
+  const int64_t capacity = int64_t{plan.num_blocks} * config_.block_size;
+  if (int64_t{num_prompt} + 1 > capacity) {
+    const uint64_t needed =
+        ceil_div(static_cast<uint64_t>(num_prompt) + 1, static_cast<uint64_t>(config_.block_size));
+    throw Error(Status::kNeverFits,
+                "prompt: " + std::to_string(num_prompt) + " tokens and one more need " +
+                    std::to_string(needed) + " KV blocks, the whole pool has " +
+                    std::to_string(plan.num_blocks) + "; shorten it or raise kv_memory",
+                {{"field", "prompt"},
+                 {"blocks_needed", std::to_string(needed)},
+                 {"blocks_total", std::to_string(plan.num_blocks)}});
+  }
+  // An AUTO engine loads a set on first use: what does not fit is refused here, before anything is
+  // allocated.
+  if ((loaded_modes_.load() & mode_bit(mode)) == 0) {
+    check_set_fits(plan, backend_->memory().free_bytes);
+  }
+}
+
+void Engine::cancel(uint64_t request_id) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (request_id == 0 || request_id >= next_id_) {
+      throw Error(Status::kNotFound,
+                  "request " + std::to_string(request_id) + ": no such id was given out");
+    }
+    if (has_failed_) return;  // everything has ended
+    cancels_.push_back({request_id, num_steps_.load()});
+  }
+  inbox_changed_.notify_one();
+  const std::lock_guard<std::mutex> lock(snapshot_mutex_);
+  for (Slot &slot : slot_snapshot_) {
+    if (slot.request_id == request_id) slot.state = SlotState::kCancelling;
+  }
+}
+
+void Engine::drain() {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  is_draining_ = true;
+}
+
+EngineStats Engine::stats() const {
+  EngineStats out;
+  {
+    const std::lock_guard<std::mutex> lock(snapshot_mutex_);
+    out = snapshot_;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    out.num_waiting += static_cast<uint32_t>(inbox_.size());
+    out.is_draining = is_draining_;
+    out.has_failed = has_failed_;
+  }
+  out.heartbeat_age_s = static_cast<double>(now_ns() - heartbeat_ns_.load()) * 1e-9;
+  return out;
+}
+
+bool Engine::get_slot(int32_t index, Slot *out) const {
+  const std::lock_guard<std::mutex> lock(snapshot_mutex_);
+  if (index < 0 || static_cast<size_t>(index) >= slot_snapshot_.size()) return false;
+  *out = slot_snapshot_[static_cast<size_t>(index)];
+  return true;
+}
+
+// ---- lanes ----
+
+const WeightSetPlan &Engine::lane_plan(DecodeMode mode) const {
+  const WeightSetPlan *plan = plan_.memory.find(form_of(mode));
+  if (plan == nullptr) throw Error(Status::kInternal, "no plan for this decode mode");
+  return *plan;
+}
+
+Lane *Engine::find_lane(DecodeMode mode) const {
+  for (const std::unique_ptr<Lane> &lane : lanes_) {
+    if (lane->mode == mode) return lane.get();
+  }
+  return nullptr;
+}
+
+void Engine::load_lane(DecodeMode mode) {
+  const WeightSetPlan &plan = lane_plan(mode);
+  check_set_fits(plan, backend_->memory().free_bytes);
+  SchedulerConfig scheduler;
+  scheduler.max_running = mode == DecodeMode::kPerSlot ? 1 : config_.max_slots;
+  scheduler.prefill_chunk = config_.prefill_chunk;
+  const bool has_segments = mode == DecodeMode::kBatched && backend_->info().has_segment_path;
+  scheduler.segment_size = has_segments ? kSegmentTokens : 1;
+  lanes_.push_back(std::make_unique<Lane>(mode, backend_.get(), model_.dims, model_.tensors, plan,
+                                          scheduler, config_.max_slots, cache_key_,
+                                          config_.use_prefix_cache, nullptr));
+  loaded_modes_.fetch_or(mode_bit(mode));
+}
+
+// ---- the step loop ----
+
+void Engine::run() {
+  try {
+    while (wait_for_work()) step();
+  } catch (const std::exception &error) {
+    fail(error.what());
+  }
+}
+
+// False when the loop is to end.
+bool Engine::wait_for_work() {
+  std::unique_lock<std::mutex> lock(inbox_mutex_);
+  while (true) {
+    heartbeat_ns_.store(now_ns());
+    if (is_stopping_) return false;
+    if (!requests_.empty() || !inbox_.empty() || !cancels_.empty()) return true;
+    inbox_changed_.wait_for(lock, kIdleHeartbeat);
+  }
+}
+
+void Engine::step() {
+  const double start_s = now_s();
+  take_inbox();
+  end_late_requests(start_s);
+  bool has_run = false;
+  // Another lane goes first in each step, so that both get at the seats that become free.
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    Lane *lane = lanes_[(i + num_steps_.load()) % lanes_.size()].get();
+    if (lane->scheduler.has_work()) has_run |= run_lane(lane);
+  }
+  if (has_run) {
+    totals_.last_step_s = now_s() - start_s;
+    num_steps_.fetch_add(1);
+  }
+  publish();
+}
+
+void Engine::take_inbox() {
+  std::vector<std::unique_ptr<Request>> arrived;
+  std::vector<Cancel> cancels;
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    arrived.swap(inbox_);
+    cancels.swap(cancels_);
+  }
+  std::vector<uint64_t> ids;
+  for (std::unique_ptr<Request> &request : arrived) {
+    ids.push_back(request->id());
+    requests_.emplace(request->id(), std::move(request));
+  }
+  for (const Cancel &cancel : cancels) {
+    const auto found = requests_.find(cancel.request_id);
+    if (found == requests_.end()) continue;
+    found->second->cancel_step = cancel.step;
+    finish(cancel.request_id, Status::kCancelled, "cancelled");
+  }
+  for (const uint64_t id : ids) {
+    const auto found = requests_.find(id);
+    if (found == requests_.end()) continue;
+    Request &request = *found->second;
+    try {
+      if (find_lane(request.decode_mode()) == nullptr) load_lane(request.decode_mode());
+    } catch (const Error &error) {
+      finish(id, error.status(), error.message());
+      continue;
+    }
+    find_lane(request.decode_mode())->scheduler.add(&request.sequence);
+  }
+}
+
+void Engine::end_late_requests(double now) {
+  std::vector<uint64_t> too_long;
+  std::vector<uint64_t> queued_too_long;
+  for (const auto &entry : requests_) {
+    const Request &request = *entry.second;
+    if (now >= request.duration_end_s()) {
+      too_long.push_back(entry.first);
+    } else if (!request.is_admitted() && now >= request.queue_end_s()) {
+      queued_too_long.push_back(entry.first);
+    }
+  }
+  for (const uint64_t id : too_long) {
+    finish(id, Status::kDeadlineExceeded, "max_duration_s is over");
+  }
+  for (const uint64_t id : queued_too_long) {
+    finish(id, Status::kQueueTimeout, "waited longer than max_queue_s for a slot; retry later");
+  }
+}
+
+// One batch. False when there was nothing to compute.
+bool Engine::run_lane(Lane *lane) {
+  const Schedule &schedule = lane->scheduler.schedule(slots_.num_free());
+  seat(lane->mode, schedule);
+  for (const Sequence *sequence : schedule.exhausted) {
+    finish(sequence->id, Status::kKvExhausted,
+           "the answer has outgrown the whole KV pool; raise kv_memory or lower max_tokens");
+  }
+  if (schedule.rows.empty()) return false;
+
+  lane->runner.forward(schedule.rows);
+  std::vector<SampleRow> sample_rows;
+  for (const ScheduledRows &rows : schedule.rows) {
+    if (rows.wants_token) sample_rows.push_back(requests_.at(rows.sequence->id)->sample_row());
+  }
+  const std::vector<Sampled> chosen = lane->runner.sample(sample_rows);
+  totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
+
+  const double now = now_s();
+  size_t next = 0;
+  for (const ScheduledRows &rows : schedule.rows) {
+    lane->scheduler.advance(rows);
+    const Sequence &sequence = *rows.sequence;
+    slots_.set_state(sequence.slot,
+                     rows.wants_token ? SlotState::kDecoding : SlotState::kPrefilling);
+    slots_.set_usage(sequence.slot, sequence.num_computed, sequence.blocks.num_blocks());
+    report_prefill(rows);
+    if (rows.wants_token) handle_token(rows, chosen[next++], now);
+  }
+  return true;
+}
+
+// Gives admitted sequences their seats, and says of preempted ones that theirs is empty.
+void Engine::seat(DecodeMode mode, const Schedule &schedule) {
+  for (Sequence *sequence : schedule.admitted) {
+    if (sequence->slot >= 0) continue;  // kept through a preemption
+    Request &request = *requests_.at(sequence->id);
+    sequence->slot = slots_.acquire(mode, sequence->id);
+    XLLM_DCHECK(sequence->slot >= 0);
+    request.epoch = slots_.slot(sequence->slot).epoch;
+    slots_.set_state(sequence->slot, SlotState::kPrefilling);
+    request.set_admitted(now_s());
+    totals_.num_prompt_tokens += static_cast<uint64_t>(sequence->num_prompt);
+    totals_.num_cached_tokens += static_cast<uint64_t>(sequence->num_cached);
+    new_events_.push_back(request.accepted_event());
+  }
+  for (const Sequence *sequence : schedule.preempted) {
+    if (sequence->slot < 0) continue;
+    slots_.set_state(sequence->slot, SlotState::kAcquired);
+    slots_.set_usage(sequence->slot, 0, 0);
+    ++totals_.num_preemptions;
+  }
+}
+
+void Engine::report_prefill(const ScheduledRows &rows) {
+  const Sequence &sequence = *rows.sequence;
+  Request &request = *requests_.at(sequence.id);
+  const int num_computed = std::min(sequence.num_computed, sequence.num_prompt);
+  // A prompt of one chunk needs no report, nor does what is computed again after a preemption.
+  const bool is_news = num_computed > request.num_prefill_reported && sequence.num_generated() == 0;
+  const bool has_several = !rows.wants_token || request.num_prefill_reported > 0;
+  if (!is_news || !has_several) return;
+  request.num_prefill_reported = num_computed;
+  new_events_.push_back(request.prefill_event());
+}
+
+void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled, double now) {
+  const uint64_t id = rows.sequence->id;
+  const std::string position = std::to_string(rows.sequence->num_tokens());
+  switch (sampled.outcome) {
+    case SampleOutcome::kNotFinite:
+      finish(id, Status::kNonFiniteLogits,
+             "logits for position " + position + " hold NaN or infinity");
+      return;
+    case SampleOutcome::kAllForbidden:
+      finish(id, Status::kInvalidArgument,
+             "position " + position + ": logit_biases and min_tokens forbid every token");
+      return;
+    case SampleOutcome::kChosen:
+      break;
+  }
+  Event event;
+  const bool is_last = requests_.at(id)->add_token(sampled, now, &event);
+  ++totals_.num_generated_tokens;
+  new_events_.push_back(std::move(event));
+  if (is_last) finish(id, Status::kOk, "");
+}
+
+void Engine::finish(uint64_t request_id, Status status, const std::string &message) {
+  const auto found = requests_.find(request_id);
+  if (found == requests_.end()) return;
+  Request &request = *found->second;
+  if (Lane *lane = find_lane(request.decode_mode())) lane->scheduler.remove(&request.sequence);
+  slots_.release(request.sequence.slot, request.epoch);
+  if (request.cancel_step) {
+    const uint64_t num_steps = num_steps_.load() - *request.cancel_step;
+    totals_.cancel_steps_max = std::max(totals_.cancel_steps_max, static_cast<uint32_t>(num_steps));
+  }
+  if (status == Status::kOk) {
+    ++totals_.num_requests_finished;
+  } else if (status == Status::kCancelled) {
+    ++totals_.num_requests_cancelled;
+  } else {
+    ++totals_.num_requests_failed;
+  }
+  new_events_.push_back(request.finished_event(status, message, now_s()));
+  requests_.erase(found);
+  ++num_ended_;
+}
+
+// The end of everything: the loop cannot go on.
+void Engine::fail(const std::string &message) {
+  try {
+    if (config_.log) config_.log("engine failed: " + message);
+    {
+      const std::lock_guard<std::mutex> lock(inbox_mutex_);
+      has_failed_ = true;
+      failure_ = message;
+      for (std::unique_ptr<Request> &request : inbox_) {
+        const uint64_t id = request->id();
+        requests_.emplace(id, std::move(request));
+      }
+      inbox_.clear();
+      cancels_.clear();
+    }
+    std::vector<uint64_t> ids;
+    for (const auto &entry : requests_) ids.push_back(entry.first);
+    std::sort(ids.begin(), ids.end());
+    for (const uint64_t id : ids) {
+      finish(id, Status::kEngineFailed, "the step loop has stopped: " + message);
+    }
+    publish();
+  } catch (const std::exception &) {
+    // No memory left even to say so: callers learn from fail() below and from has_failed_.
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    has_failed_ = true;
+  }
+  events_.fail();
+}
+
+// What this step did becomes visible, blocks and slots before the events that tell of them.
+void Engine::publish() {
+  EngineStats stats = totals_;
+  stats.num_steps = num_steps_.load();
+  stats.slots_total = static_cast<uint32_t>(slots_.num_slots());
+  stats.slots_used = static_cast<uint32_t>(slots_.num_slots() - slots_.num_free());
+  for (const std::unique_ptr<Lane> &lane : lanes_) {
+    stats.num_running += static_cast<uint32_t>(lane->scheduler.running().size());
+    stats.num_waiting += static_cast<uint32_t>(lane->scheduler.waiting().size());
+    stats.blocks_total += static_cast<uint64_t>(lane->cache.num_blocks());
+    stats.blocks_used += static_cast<uint64_t>(lane->cache.num_in_use());
+    stats.blocks_cached += static_cast<uint64_t>(lane->cache.num_idle());
+  }
+  if (lanes_.empty()) {  // AUTO before its first request: the pool it will have
+    stats.blocks_total = static_cast<uint64_t>(lane_plan(DecodeMode::kBatched).num_blocks);
+  }
+  {
+    const std::lock_guard<std::mutex> lock(snapshot_mutex_);
+    snapshot_ = stats;
+    slot_snapshot_ = slots_.slots();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    num_live_ -= num_ended_;
+  }
+  num_ended_ = 0;
+  heartbeat_ns_.store(now_ns());
+  events_.publish(&new_events_);
+}
+
+}  // namespace xllm

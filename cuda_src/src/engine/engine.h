@@ -1,0 +1,137 @@
+// The engine: one model on one device, and a thread of its own that runs the step loop.
+//
+//   submit, cancel  ->  inbox  ->  step: admit, compute rows, choose tokens  ->  events  ->
+//   take_events
+//
+// A step takes what has come in, ends what is cancelled or late, runs one batch and publishes what
+// happened, all at once. Callers touch the inbox, the events and a snapshot, each behind a lock
+// that is never held during a step, so none of them waits for the device.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "backend/backend.h"
+#include "engine/engine_config.h"
+#include "engine/event_queue.h"
+#include "engine/lane.h"
+#include "engine/request.h"
+#include "engine/slot.h"
+#include "engine/stats.h"
+#include "engine/vocabulary.h"
+
+namespace xllm {
+
+struct EngineInfo {
+  DeviceInfo device;
+  DecodeMode decode_mode = DecodeMode::kBatched;
+  KvType kv_type = KvType::kF16;
+  int32_t max_slots = 0, max_seq_len = 0, prefill_chunk = 0, block_size = 0, max_queue = 0;
+  MemoryPlan plan;  // as of creation
+  double load_s = 0;
+};
+
+class Engine {
+ public:
+  // Loads what the mode asks for and starts the step loop. Throws what plan_engine and loading
+  // throw, and Error(kMemory) when the plan does not fit; then nothing stays allocated.
+  Engine(EngineModel model, const EngineConfig &config, std::unique_ptr<Backend> backend);
+  // Ends every request without an event; waits for the step in progress at most.
+  ~Engine();
+  Engine(const Engine &) = delete;
+  Engine &operator=(const Engine &) = delete;
+
+  const EngineInfo &info() const { return info_; }
+
+  // Queues a request and returns its id. Throws Error as xllm_engine_submit lists them.
+  uint64_t submit(RequestOptions options);
+  // Error(kNotFound): an id never given out. Harmless for a request that has ended.
+  void cancel(uint64_t request_id);
+  // No new requests from now on.
+  void drain();
+
+  // See EventQueue.
+  int event_fd() const { return events_.fd(); }
+  std::vector<Event> take_events(uint64_t request_id, double timeout_s) {
+    return events_.take(request_id, timeout_s);
+  }
+
+  // Snapshots as of the end of the last step.
+  EngineStats stats() const;
+  bool get_slot(int32_t index, Slot *out) const;
+
+ private:
+  struct Cancel {
+    uint64_t request_id;
+    uint64_t step;  // steps done when it was asked for
+  };
+
+  void load_lane(DecodeMode mode);
+  Lane *find_lane(DecodeMode mode) const;
+  const WeightSetPlan &lane_plan(DecodeMode mode) const;
+  void check_lane(DecodeMode mode, int num_prompt);
+
+  // The step loop's thread.
+  void run();
+  bool wait_for_work();
+  void step();
+  void take_inbox();
+  void end_late_requests(double now_s);
+  bool run_lane(Lane *lane);
+  void seat(DecodeMode mode, const Schedule &schedule);
+  void report_prefill(const ScheduledRows &rows);
+  void handle_token(const ScheduledRows &rows, const Sampled &sampled, double now_s);
+  // The one release path: ends a request wherever it is, gives back slot and blocks and reports it.
+  void finish(uint64_t request_id, Status status, const std::string &message);
+  void fail(const std::string &message);
+  void publish();
+
+  // Set at creation.
+  EngineModel model_;
+  EngineConfig config_;
+  std::unique_ptr<Backend> backend_;
+  Vocabulary vocabulary_;
+  EnginePlan plan_;
+  EngineInfo info_;
+  HashKey cache_key_;
+
+  // The step loop's own.
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
+  SlotTable slots_;
+  std::vector<Event> new_events_;
+  int64_t num_ended_ = 0;  // since the last publish
+  EngineStats totals_;     // counters
+
+  // Between callers and the loop.
+  mutable std::mutex inbox_mutex_;
+  std::condition_variable inbox_changed_;
+  std::vector<std::unique_ptr<Request>> inbox_;
+  std::vector<Cancel> cancels_;
+  uint64_t next_id_ = 1;
+  int64_t num_live_ = 0;  // submitted and not ended
+  bool is_stopping_ = false;
+  bool is_draining_ = false;
+  bool has_failed_ = false;
+  std::string failure_;
+
+  mutable std::mutex snapshot_mutex_;
+  EngineStats snapshot_;
+  std::vector<Slot> slot_snapshot_;
+
+  std::atomic<uint64_t> num_steps_{0};
+  std::atomic<int64_t> heartbeat_ns_{0};
+  std::atomic<uint32_t> loaded_modes_{0};  // bit per DecodeMode
+
+  EventQueue events_;
+  std::thread thread_;
+};
+
+}  // namespace xllm

@@ -1,0 +1,27 @@
+// One way to decode within an engine: its runner, its pool of blocks and its scheduler. A batched
+// lane steps all its sequences together, a per-slot lane one at a time.
+#pragma once
+
+#include "engine/decode_mode.h"
+#include "engine/runner.h"
+#include "engine/scheduler.h"
+#include "kvcache/prefix_cache.h"
+
+namespace xllm {
+
+struct Lane {
+  Lane(DecodeMode decode_mode, Backend *backend, const ModelDims &dims, const ModelTensors &tensors,
+       const WeightSetPlan &plan, const SchedulerConfig &config, int max_seqs, HashKey cache_key,
+       bool use_prefix_cache, const std::function<void(uint64_t, uint64_t)> &progress)
+      : mode(decode_mode),
+        runner(backend, dims, tensors, plan, max_seqs, progress),
+        cache(plan.num_blocks, plan.kv_layout.block_size, cache_key, use_prefix_cache),
+        scheduler(config, &cache) {}
+
+  DecodeMode mode;
+  Runner runner;
+  PrefixCache cache;
+  Scheduler scheduler;
+};
+
+}  // namespace xllm

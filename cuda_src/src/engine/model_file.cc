@@ -1,0 +1,114 @@
+#include "engine/model_file.h"
+
+#include <algorithm>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+
+namespace xllm {
+namespace {
+
+// The vocabulary's tables, as views of the file or as numbers in the types that the tokenizer
+// takes.
+struct VocabTables {
+  GgufStrings tokens, merges;
+  std::vector<float> scores;
+  std::vector<int32_t> types;
+};
+
+std::vector<std::string_view> views(const GgufStrings &strings) {
+  std::vector<std::string_view> out;
+  out.reserve(strings.size());
+  for (size_t i = 0; i < strings.size(); ++i) out.push_back(strings[i]);
+  return out;
+}
+
+std::optional<int32_t> token_id(const GgufFile &file, const char *name) {
+  const GgufValue *value = file.find(std::string("tokenizer.ggml.") + name + "_token_id");
+  if (value == nullptr) return std::nullopt;
+  // note: all ones stands for "none" in files written from a configuration without that token.
+  const int64_t id = value->as_int(-1, std::numeric_limits<uint32_t>::max());
+  if (id == -1 || id == std::numeric_limits<uint32_t>::max()) return std::nullopt;
+  return static_cast<int32_t>(value->as_int(0, std::numeric_limits<int32_t>::max()));
+}
+
+std::optional<bool> flag(const GgufFile &file, const char *key) {
+  const GgufValue *value = file.find(key);
+  if (value == nullptr) return std::nullopt;
+  return value->as_bool();
+}
+
+std::unique_ptr<Tokenizer> make_tokenizer(const GgufFile &file, int32_t num_rows,
+                                          const ModelFileOptions &options) {
+  VocabSource source;
+  source.model = file.get_string("tokenizer.ggml.model", "no_vocab");
+  source.num_rows = num_rows;
+  source.chat_template = file.get_string("tokenizer.chat_template", "");
+  if (options.pretokenizer) {
+    source.pre = *options.pretokenizer;
+    source.pre_source = "flag";
+  } else if (file.find("tokenizer.ggml.pre") != nullptr) {
+    source.pre = std::string(file.get_string("tokenizer.ggml.pre"));
+  }
+
+  VocabTables tables;
+  if (const GgufValue *tokens = file.find("tokenizer.ggml.tokens")) {
+    tables.tokens = tokens->as_strings();
+    source.tokens = views(tables.tokens);
+  }
+  if (const GgufValue *merges = file.find("tokenizer.ggml.merges")) {
+    tables.merges = merges->as_strings();
+    source.merges = views(tables.merges);
+  }
+  if (const GgufValue *scores = file.find("tokenizer.ggml.scores")) {
+    const GgufFloats values = scores->as_floats();
+    tables.scores.reserve(values.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+      tables.scores.push_back(static_cast<float>(values[i]));
+    }
+    source.scores = tables.scores;
+  }
+  if (const GgufValue *types = file.find("tokenizer.ggml.token_type")) {
+    const GgufInts values = types->as_ints(0, std::numeric_limits<int32_t>::max());
+    tables.types.reserve(values.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+      tables.types.push_back(static_cast<int32_t>(values[i]));
+    }
+    source.types = tables.types;
+  }
+  source.bos = token_id(file, "bos");
+  source.eos = token_id(file, "eos");
+  source.eot = token_id(file, "eot");
+  source.eom = token_id(file, "eom");
+  source.unk = token_id(file, "unknown");
+  source.pad = token_id(file, "padding");
+  source.sep = token_id(file, "seperator");  // the format spells it so
+  source.add_bos = flag(file, "tokenizer.ggml.add_bos_token");
+  source.add_eos = flag(file, "tokenizer.ggml.add_eos_token");
+  source.add_space_prefix = flag(file, "tokenizer.ggml.add_space_prefix");
+  source.remove_extra_whitespaces = flag(file, "tokenizer.ggml.remove_extra_whitespaces");
+  return Tokenizer::create(source);
+}
+
+}  // namespace
+
+std::shared_ptr<const ModelFile> ModelFile::open(const std::string &path,
+                                                 const ModelFileOptions &options) {
+  std::shared_ptr<ModelFile> out(new ModelFile());
+  out->path_ = path;
+  GgufFile file = GgufFile::open(path);
+  int32_t num_rows = 0;
+  if (file.tensors().empty()) {
+    out->vocabulary_file_ = std::move(file);
+  } else {
+    out->model_ = Model::create(std::move(file));
+    num_rows = static_cast<int32_t>(out->model_->dims().vocab_size);
+  }
+  out->tokenizer_ = make_tokenizer(out->file(), num_rows, options);
+  return out;
+}
+
+}  // namespace xllm

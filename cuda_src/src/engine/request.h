@@ -1,0 +1,107 @@
+// One request on its way through the engine: what was asked for, what has been generated, and how
+// it ends. Knows tokens and text; seats, blocks and steps are the engine's business.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "engine/event.h"
+#include "engine/sequence.h"
+#include "engine/stop_checker.h"
+#include "engine/vocabulary.h"
+#include "sampling/params.h"
+#include "sampling/sampler.h"
+#include "tokenizer/detokenizer.h"
+
+namespace xllm {
+
+// As xllm_request, field by field.
+struct RequestOptions {
+  std::vector<int32_t> prompt;
+  DecodeMode decode_mode = DecodeMode::kAuto;
+  Delivery delivery = Delivery::kShared;
+  SamplingParams sampling;
+  uint32_t max_tokens = 0;
+  uint32_t min_tokens = 0;
+  bool ignore_eos = false;
+  int32_t num_logprobs = -1;
+  std::vector<std::string> stop_strings;
+  std::vector<int32_t> stop_token_ids;
+  std::vector<TokenBias> biases;
+  int32_t priority = 0;
+  double max_queue_s = 0;
+  double max_duration_s = 0;
+};
+
+// Throws Error(kPromptTooLong, details num_tokens and limit) unless such a prompt leaves room for a
+// token. Apart, so that a caller can ask before it copies the prompt.
+void check_prompt_length(size_t num_tokens, int max_seq_len);
+
+// Throws Error for the first field out of its range: kInvalidArgument (detail "field"),
+// kPromptTooLong, kNoTokenizer (stop strings without a vocabulary).
+void validate(const RequestOptions &options, const Vocabulary &vocabulary, int max_seq_len);
+
+// Belongs to the step loop's thread once it is submitted.
+class Request {
+ public:
+  // options: validated. decode_mode: the effective one. seed: drawn where options have none.
+  // The vocabulary outlives the request.
+  Request(uint64_t id, RequestOptions options, DecodeMode decode_mode, uint64_t drawn_seed,
+          const Vocabulary *vocabulary, int max_seq_len, int block_size, double now_s);
+
+  uint64_t id() const { return sequence.id; }
+  const RequestOptions &options() const { return options_; }
+  DecodeMode decode_mode() const { return decode_mode_; }
+
+  // How the next token is to be chosen. Valid until the next add_token.
+  SampleRow sample_row();
+
+  // Appends a chosen token and describes it. True when the request ends with it.
+  bool add_token(const Sampled &sampled, double now_s, Event *event);
+
+  // When it got its seat; the first time counts.
+  void set_admitted(double now_s);
+  bool is_admitted() const { return admitted_s_ >= 0; }
+  // The moments at which it is to be ended unfinished; infinity where there is no limit.
+  double queue_end_s() const;
+  double duration_end_s() const;
+
+  Event accepted_event() const;
+  Event prefill_event() const;
+  // The last event. kOk: it ended by itself, as add_token found; else a failure with its reason.
+  Event finished_event(Status status, const std::string &message, double now_s);
+
+  Sequence sequence;
+  uint64_t epoch = 0;                   // of its seat
+  int num_prefill_reported = 0;         // prompt tokens in the last prefill event
+  std::optional<uint64_t> cancel_step;  // steps done when it was cancelled
+
+ private:
+  Event make_event(EventKind kind) const;
+  void count_token(int32_t id);
+  void add_text(int32_t id, bool is_before_min, Event *event);
+  void merge_biases();
+
+  RequestOptions options_;
+  DecodeMode decode_mode_;
+  uint64_t seed_;
+  const Vocabulary *vocabulary_;
+  uint32_t max_tokens_;                       // effective
+  bool is_context_limit_ = false;             // max_tokens_ is what max_seq_len leaves
+  std::vector<TokenBias> biases_;             // ascending ids
+  std::vector<TokenBias> biases_before_min_;  // and the ends forbidden
+  std::vector<TokenCount> counts_;            // ascending ids; kept only where penalties apply
+  std::optional<Detokenizer> detokenizer_;
+  StopChecker stop_checker_;
+
+  FinishReason finish_reason_ = FinishReason::kNone;
+  int32_t matched_token_id_ = -1;
+  double submitted_s_;
+  double admitted_s_ = -1;
+  double first_token_s_ = -1;
+};
+
+}  // namespace xllm

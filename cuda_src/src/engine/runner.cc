@@ -1,0 +1,53 @@
+#include "engine/runner.h"
+
+#include "base/error.h"
+
+namespace xllm {
+
+Runner::Runner(Backend *backend, const ModelDims &dims, const ModelTensors &tensors,
+               const WeightSetPlan &plan, int max_seqs,
+               const std::function<void(uint64_t, uint64_t)> &progress)
+    : backend_(backend),
+      weights_(backend->load_weights(dims, tensors, plan.form, progress)),
+      storage_(&backend->allocator(), plan.kv_layout, plan.num_blocks),
+      workspace_(backend->make_workspace(*weights_, max_seqs)),
+      transformer_(backend, dims, weights_.get()) {}
+
+void Runner::forward(const std::vector<ScheduledRows> &rows) {
+  builder_.clear();
+  for (const ScheduledRows &entry : rows) {
+    const Sequence &sequence = *entry.sequence;
+    SequenceStep step;
+    step.token_ids = Span<const int32_t>(sequence.tokens)
+                         .subspan(static_cast<size_t>(sequence.num_computed),
+                                  static_cast<size_t>(entry.num_tokens));
+    step.first_position = sequence.num_computed;
+    step.prompt_len = sequence.num_prompt;
+    step.blocks = &sequence.blocks;
+    step.sampler_row = sequence.slot;
+    step.num_logits = entry.wants_token ? 1 : 0;
+    builder_.add(step);
+  }
+  transformer_.forward(workspace_.get(), storage_.view(), builder_.finish());
+}
+
+std::vector<Sampled> Runner::sample(const std::vector<SampleRow> &sample_rows) {
+  std::vector<Sampled> chosen(sample_rows.size());
+  if (sample_rows.empty()) return chosen;
+  std::vector<int32_t> ids(sample_rows.size(), -1);
+  if (backend_->sample(*workspace_, builder_.finish(), sample_rows, ids)) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      chosen[i].token_id = ids[i];
+      if (ids[i] < 0) chosen[i].outcome = SampleOutcome::kNotFinite;
+    }
+    return chosen;
+  }
+  const float *logits = backend_->host_logits(*workspace_);
+  const auto vocab_size = static_cast<size_t>(transformer_.dims().vocab_size);
+  for (size_t i = 0; i < sample_rows.size(); ++i) {
+    chosen[i] = sampler_.sample(logits + i * vocab_size, sample_rows[i]);
+  }
+  return chosen;
+}
+
+}  // namespace xllm

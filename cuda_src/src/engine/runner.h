@@ -1,0 +1,45 @@
+// One set of weights with the memory it runs on: builds a step's batch, runs it, chooses the
+// tokens.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "backend/backend.h"
+#include "engine/scheduler.h"
+#include "kvcache/kv_storage.h"
+#include "model/batch.h"
+#include "model/plan.h"
+#include "model/transformer.h"
+#include "sampling/sampler.h"
+
+namespace xllm {
+
+// Belongs to the thread that steps. Backend and tensors outlive it.
+class Runner {
+ public:
+  // Loads the weights of plan.form and takes the pool. max_seqs: sequences in a step at most.
+  // Throws what loading throws; nothing stays allocated.
+  Runner(Backend *backend, const ModelDims &dims, const ModelTensors &tensors,
+         const WeightSetPlan &plan, int max_seqs,
+         const std::function<void(uint64_t, uint64_t)> &progress);
+
+  // Computes the rows: their K and V are in the cache afterwards. Sequences have slots.
+  void forward(const std::vector<ScheduledRows> &rows);
+  // After forward: one token for each entry of `rows` with wants_token, in their order.
+  // sample_rows holds one entry for each of those.
+  std::vector<Sampled> sample(const std::vector<SampleRow> &sample_rows);
+
+  uint64_t workspace_bytes() const { return workspace_->size_bytes(); }
+
+ private:
+  Backend *backend_;
+  std::unique_ptr<WeightSet> weights_;
+  KvStorage storage_;
+  std::unique_ptr<Workspace> workspace_;
+  Transformer transformer_;
+  BatchBuilder builder_;
+  Sampler sampler_;
+};
+
+}  // namespace xllm

@@ -1,0 +1,93 @@
+// Who computes what in the next step, and with which KV blocks. Policy over sequences and block
+// ids: no device, no text, no clock.
+//
+// Rules
+//   order      by seniority: priority, then arrival. Everything below goes from senior to junior.
+//   decode     every running sequence whose prompt is computed gets one row in every step.
+//   prefill    the others share prefill_chunk rows per step, the most senior first.
+//   blocks     are taken for the rows of this step only. A sequence that gets none takes them from
+//   the
+//              most junior running one, which is preempted: all its blocks go back, and it waits
+//              with its tokens. When there is no junior to take from, it sits this step out and
+//              keeps what it has; a senior or the end of one will free more. The most senior always
+//              gets on.
+//   admission  the most senior waiting sequence runs when it has a seat and the pool could hold all
+//   its
+//              tokens, beside what the running ones need for theirs and one more block for each. So
+//              a preempted one does not come back only to be preempted again at once.
+//   resumption a preempted sequence computes its tokens again, generated ones as rows of a chunk:
+//   rows
+//              do not depend on their neighbours, so its bytes are what they would have been.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/sequence.h"
+#include "kvcache/prefix_cache.h"
+
+namespace xllm {
+
+struct SchedulerConfig {
+  int max_running = 1;    // sequences computing at once
+  int prefill_chunk = 1;  // rows of prefill in a step
+  int segment_size = 1;   // tokens per prompt segment on devices with a segment path, else 1
+};
+
+// What one sequence computes in a step: its tokens from num_computed on.
+struct ScheduledRows {
+  Sequence *sequence = nullptr;
+  int num_tokens = 0;
+  bool wants_token = false;  // the last row is the last token there is: choose the next one
+};
+
+struct Schedule {
+  std::vector<ScheduledRows> rows;  // senior to junior
+  std::vector<Sequence *>
+      admitted;  // now running, of these some without a slot: the caller seats them
+  std::vector<Sequence *> preempted;  // put back into the queue; they keep their slots
+  std::vector<Sequence *>
+      exhausted;  // alone in the pool and still too long for it: the caller ends them
+  void clear();
+};
+
+// Not thread-safe: it belongs to the step loop's thread. Sequences are not owned; each is removed
+// before it dies. The cache outlives the scheduler.
+class Scheduler {
+ public:
+  Scheduler(const SchedulerConfig &config, PrefixCache *cache);
+
+  // Whether a prompt of so many tokens and one more fit an empty pool.
+  bool can_ever_fit(int num_prompt) const;
+
+  // Into the queue.
+  void add(Sequence *sequence);
+  // The rows of the next step; valid until the next call. num_free_slots: seats for admitted
+  // sequences that have none.
+  const Schedule &schedule(int num_free_slots);
+  // These rows have been computed: publishes complete prompt blocks. To be called before the next
+  // token is appended.
+  void advance(const ScheduledRows &rows);
+  // Out of queue or batch, its blocks go back. Harmless when repeated.
+  void remove(Sequence *sequence);
+
+  bool has_work() const { return !waiting_.empty() || !running_.empty(); }
+  const std::vector<Sequence *> &waiting() const { return waiting_; }
+  const std::vector<Sequence *> &running() const { return running_; }
+  uint64_t num_preemptions() const { return num_preemptions_; }
+
+ private:
+  void admit(int num_free_slots);
+  bool try_to_place(Sequence *sequence);
+  bool take_blocks(size_t index, int num_tokens);
+  void preempt(Sequence *sequence);
+
+  SchedulerConfig config_;
+  PrefixCache *cache_;
+  std::vector<Sequence *> waiting_;  // senior to junior, both
+  std::vector<Sequence *> running_;
+  Schedule schedule_;
+  uint64_t num_preemptions_ = 0;
+};
+
+}  // namespace xllm

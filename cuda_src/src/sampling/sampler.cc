@@ -1,0 +1,222 @@
+#include "sampling/sampler.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/error.h"
+#include "base/half.h"
+#include "base/rng.h"
+#include "sampling/exp_log.h"
+
+namespace xllm {
+namespace {
+
+constexpr float kForbidden = -std::numeric_limits<float>::infinity();
+
+bool all_finite(const float *logits, int32_t n) {
+  uint32_t is_bad = 0;
+  for (int32_t i = 0; i < n; ++i) {
+    is_bad |= static_cast<uint32_t>((float_bits(logits[i]) & 0x7f800000u) == 0x7f800000u);
+  }
+  return is_bad == 0;
+}
+
+// An integer that orders like the float (-0 and 0 equal), because compilers vectorise integer
+// maxima.
+int32_t order_key(float value) {
+  const int32_t bits = static_cast<int32_t>(float_bits(value + 0.0f));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+// The lowest id of the largest logit.
+int32_t argmax(const float *logits, int32_t n) {
+  int32_t best = std::numeric_limits<int32_t>::min();
+  for (int32_t i = 0; i < n; ++i) best = std::max(best, order_key(logits[i]));
+  for (int32_t i = 0; i < n; ++i) {
+    if (order_key(logits[i]) == best) return i;
+  }
+  return -1;
+}
+
+// Whether a goes before b where the best come first.
+bool is_better(float logit_a, int32_t id_a, float logit_b, int32_t id_b) {
+  return logit_a > logit_b || (logit_a == logit_b && id_a < id_b);
+}
+
+// Keeps what is finite finite: a bias or penalty can carry a logit past the end of the type, where
+// -infinity would mean forbidden and +infinity breaks the softmax.
+float clamp(float value) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  return std::min(std::max(value, -kMax), kMax);
+}
+
+}  // namespace
+
+Sampled Sampler::sample(const float *logits, const SampleRow &row) {
+  const int32_t n = row.num_choosable;
+  Sampled out;
+  if (!all_finite(logits, n)) {
+    out.outcome = SampleOutcome::kNotFinite;
+    return out;
+  }
+  if (!row.biases.empty() || !row.counts.empty() || row.mask != nullptr) {
+    adjust(logits, row);
+    logits = adjusted_.data();
+  }
+  const int32_t best = argmax(logits, n);
+  const float largest = logits[best];
+  if (largest == kForbidden) {
+    out.outcome = SampleOutcome::kAllForbidden;
+    return out;
+  }
+  if (row.temperature == 0) {
+    out.token_id = best;
+  } else {
+    const double temperature = row.temperature;
+    if (row.top_k > 0 && row.top_k < n) {
+      keep_largest(logits, n, row.top_k);
+      for (Weighted &w : kept_) {
+        w.weight = exp_neg((static_cast<double>(w.logit) - largest) / temperature);
+      }
+    } else {
+      keep_all(logits, n, largest, temperature);
+    }
+    if (row.top_p < 1) keep_top_p(row.top_p);
+    if (row.min_p > 0) {
+      const double min_p = row.min_p;
+      // The second half: weights of nearly tied logits may round to 1.
+      const auto is_dropped = [&](const Weighted &w) {
+        return w.weight < min_p || (min_p == 1 && w.logit != largest);
+      };
+      kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_dropped), kept_.end());
+    }
+    out.token_id = draw(row);
+  }
+  if (row.num_logprobs > 0) add_logprobs(logits, row, largest, &out);
+  return out;
+}
+
+void Sampler::adjust(const float *logits, const SampleRow &row) {
+  const int32_t n = row.num_choosable;
+  adjusted_.assign(logits, logits + n);
+  for (const TokenBias &bias : row.biases) {
+    if (bias.token_id >= n) continue;
+    float &logit = adjusted_[static_cast<size_t>(bias.token_id)];
+    logit = bias.bias == kForbidden ? kForbidden : clamp(logit + bias.bias);
+  }
+  if (row.mask != nullptr) {
+    for (int32_t i = 0; i < n; ++i) {
+      if ((row.mask[i / 32] >> (i % 32) & 1) == 0) adjusted_[static_cast<size_t>(i)] = kForbidden;
+    }
+  }
+  for (const TokenCount &count : row.counts) {
+    if (count.token_id >= n) continue;
+    float &logit = adjusted_[static_cast<size_t>(count.token_id)];
+    if (logit == kForbidden) continue;
+    const float penalty = row.repetition_penalty;
+    float value = logit > 0 ? logit / penalty : logit * penalty;
+    if (count.num_generated > 0) {
+      value -= row.frequency_penalty * static_cast<float>(count.num_generated);
+      value -= row.presence_penalty;
+    }
+    logit = clamp(value);
+  }
+}
+
+// The k largest, in no particular order: a heap of k with the worst on top, so one comparison
+// settles almost every id.
+void Sampler::keep_largest(const float *logits, int32_t n, int32_t k) {
+  const auto heap_order = [](const Weighted &a, const Weighted &b) {
+    return is_better(a.logit, a.id, b.logit, b.id);
+  };
+  kept_.clear();
+  for (int32_t i = 0; i < n; ++i) {
+    const float logit = logits[i];
+    if (static_cast<int32_t>(kept_.size()) < k) {
+      if (logit == kForbidden) continue;
+      kept_.push_back({i, logit, 0});
+      std::push_heap(kept_.begin(), kept_.end(), heap_order);
+    } else if (logit > kept_.front().logit) {  // on a tie the lower id, already in, stays
+      std::pop_heap(kept_.begin(), kept_.end(), heap_order);
+      kept_.back() = {i, logit, 0};
+      std::push_heap(kept_.begin(), kept_.end(), heap_order);
+    }
+  }
+}
+
+void Sampler::keep_all(const float *logits, int32_t n, float largest, double temperature) {
+  kept_.clear();
+  kept_.reserve(static_cast<size_t>(n));
+  for (int32_t i = 0; i < n; ++i) {
+    const double weight = exp_neg((static_cast<double>(logits[i]) - largest) / temperature);
+    if (weight > 0) kept_.push_back({i, logits[i], weight});
+  }
+}
+
+void Sampler::keep_top_p(double top_p) {
+  const auto by_id = [](const Weighted &a, const Weighted &b) { return a.id < b.id; };
+  if (!std::is_sorted(kept_.begin(), kept_.end(), by_id)) {
+    std::sort(kept_.begin(), kept_.end(), by_id);
+  }
+  double total = 0;
+  for (const Weighted &w : kept_) total += w.weight;
+  // Weights below this sum to less than 1 - top_p, so the others reach top_p without them: what is
+  // sorted is a small part of the vocabulary. The factor covers the rounding of the sums.
+  const double floor = (1 - top_p) * total / static_cast<double>(kept_.size()) * (1 - 1e-6);
+  const auto is_small = [floor](const Weighted &w) { return w.weight < floor; };
+  kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_small), kept_.end());
+  std::sort(kept_.begin(), kept_.end(), [](const Weighted &a, const Weighted &b) {
+    return is_better(a.logit, a.id, b.logit, b.id);
+  });
+  double sum = 0;
+  size_t num_kept = 0;
+  while (num_kept < kept_.size()) {
+    sum += kept_[num_kept++].weight;
+    if (sum >= top_p * total) break;
+  }
+  kept_.resize(num_kept);
+}
+
+int32_t Sampler::draw(const SampleRow &row) const {
+  std::vector<Weighted> sorted;
+  const std::vector<Weighted> *kept = &kept_;
+  const auto by_id = [](const Weighted &a, const Weighted &b) { return a.id < b.id; };
+  if (!std::is_sorted(kept_.begin(), kept_.end(), by_id)) {
+    sorted = kept_;
+    std::sort(sorted.begin(), sorted.end(), by_id);
+    kept = &sorted;
+  }
+  double total = 0;
+  for (const Weighted &w : *kept) total += w.weight;
+  const Philox random = philox(row.seed, row.position);
+  const uint64_t bits = (uint64_t{random.value[0]} << 32 | random.value[1]) >> 11;
+  const double target = static_cast<double>(bits) * 0x1p-53 * total;
+  double sum = 0;
+  int32_t chosen = -1;
+  for (const Weighted &w : *kept) {
+    if (w.weight > 0) chosen = w.id;  // rounding may leave the sum just below the target
+    sum += w.weight;
+    if (sum > target) break;
+  }
+  XLLM_DCHECK(chosen >= 0);
+  return chosen;
+}
+
+void Sampler::add_logprobs(const float *logits, const SampleRow &row, float largest, Sampled *out) {
+  double sum = 0;
+  for (int32_t i = 0; i < row.num_choosable; ++i) {
+    sum += exp_neg(static_cast<double>(logits[i]) - largest);
+  }
+  const double log_sum = largest + log_pos(sum);
+  const auto logprob = [&](float logit) { return static_cast<float>(logit - log_sum); };
+  out->logprob = logprob(logits[out->token_id]);
+  const int32_t num_candidates = row.num_logprobs - 1;
+  if (num_candidates == 0) return;
+  keep_largest(logits, row.num_choosable, num_candidates);
+  std::sort(kept_.begin(), kept_.end(), [](const Weighted &a, const Weighted &b) {
+    return is_better(a.logit, a.id, b.logit, b.id);
+  });
+  for (const Weighted &w : kept_) out->candidates.push_back({w.id, logprob(w.logit)});
+}
+
+}  // namespace xllm
