@@ -1,0 +1,1 @@
+"""The `xllm` command line: main.py, and one file per verb."""

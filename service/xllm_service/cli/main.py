@@ -1,0 +1,104 @@
+"""The `xllm` command: its verbs and its exit codes.
+
+Verbs import what is heavy (gRPC, the engine, rich) inside their functions, so that `xllm --help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from xllm_service.cli import chat, generate, pull
+
+DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+_EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted."
+
+
+class _Verbs(TyperGroup):
+    """Ends every failure as one line on stderr and an exit code, never as a traceback."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(arguments, prog_name or "xllm", complete_var, standalone_mode=False, **extra) or DONE
+        except typer.TyperException as error:
+            # No verb at all: the help was printed, and its exception is empty.
+            code = _complain(_usage(error), error.exit_code) if error.format_message() else error.exit_code
+        except (typer.Abort, KeyboardInterrupt):
+            code = INTERRUPTED
+        except Exception as error:
+            code = _failed(error, with_traceback="--traceback" in arguments)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _usage(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "xllm"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    return f"{message}; see `{command} --help`"
+
+
+def _failed(error: Exception, *, with_traceback: bool) -> int:
+    from xllm_service.cli import failures
+
+    if with_traceback:
+        raise error
+    failure = failures.describe(error)
+    return _complain(failure.message, BAD_USAGE if failure.is_usage else FAILED)
+
+
+def _complain(message: str, code: int) -> int:
+    typer.echo(f"xllm: {message}", err=True)
+    return code
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"xllm {version('xllm')}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog=_EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_print_version, is_eager=True)
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where in the code a failure comes from.")
+    ] = False,
+) -> None:
+    """Run GGUF language models from their quantised blocks, and stream tokens over gRPC."""
+
+
+for _verb in (generate, chat, pull):
+    _verb.register(app)
+
+
+def main() -> None:
+    """Run the command line and end the process."""
+    app()
