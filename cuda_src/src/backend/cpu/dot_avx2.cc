@@ -21,6 +21,18 @@ struct RowPointers {
   const uint8_t *p[kRows];
 };
 
+// Memory that will be read next: eight rows side by side are too many streams for the hardware to follow, so the next eight are
+// asked for while these are computed, as the one contiguous piece that they are.
+struct Ahead {
+  const uint8_t *next;
+
+  void advance(int size_bytes) {
+    if (next == nullptr) return;
+    for (int i = 0; i < size_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(next + i), _MM_HINT_T0);
+    next += size_bytes;
+  }
+};
+
 inline __m128i load16(const uint8_t *p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
 inline __m256i load32(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 
@@ -190,7 +202,7 @@ struct IQ4_NL {
 
 template <typename Type, int T>
 struct PlainProduct {
-  static constexpr int kElements = kQuantBlock;
+  static constexpr int kElements = kQuantBlock, kBytes = Type::kBytes;
   __m256 acc[T];
 
   void add_block(const RowPointers &rows, const ActRow *acts, int b) {
@@ -453,7 +465,7 @@ inline void add_sub_block(const RowPointers &rows, int64_t offset, const ActRow 
 
 template <typename Type, int T>
 struct SuperProduct {
-  static constexpr int kElements = kSuperBlock;
+  static constexpr int kElements = kSuperBlock, kBytes = Type::kBytes;
   __m256 acc[T];
 
   void add_block(const RowPointers &rows, const ActRow *acts, int b) {
@@ -484,10 +496,14 @@ struct SuperProduct {
 
 // Eight rows (num_rows of them wanted) by T tokens.
 template <typename Product, int T>
-void multiply_rows(const RowPointers &rows, int num_rows, const ActRow *acts, int cols, float *out, int64_t out_stride) {
+void multiply_rows(const RowPointers &rows, int num_rows, const ActRow *acts, int cols, Ahead ahead, float *out,
+                   int64_t out_stride) {
   Product product;
   for (int t = 0; t < T; ++t) product.acc[t] = _mm256_setzero_ps();
-  for (int b = 0; b < cols / Product::kElements; ++b) product.add_block(rows, acts, b);
+  for (int b = 0; b < cols / Product::kElements; ++b) {
+    ahead.advance(kRows * Product::kBytes);
+    product.add_block(rows, acts, b);
+  }
   for (int t = 0; t < T; ++t) {
     if (num_rows == kRows) {
       _mm256_storeu_ps(out + t * out_stride, product.acc[t]);
@@ -507,20 +523,21 @@ void dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow 
     RowPointers rows;
     // Lanes beyond the last row compute it again.
     for (int i = 0; i < kRows; ++i) rows.p[i] = weights + static_cast<uint64_t>(r + (i < count ? i : count - 1)) * row_bytes;
+    Ahead ahead = {r + kRows < num_rows ? weights + static_cast<uint64_t>(r + kRows) * row_bytes : nullptr};
     int t = 0;
-    for (; t + 4 <= num_tokens; t += 4) {
-      multiply_rows<Product<Type, 4>, 4>(rows, count, acts + t, cols, out + t * out_stride + r, out_stride);
+    for (; t + 4 <= num_tokens; t += 4, ahead.next = nullptr) {
+      multiply_rows<Product<Type, 4>, 4>(rows, count, acts + t, cols, ahead, out + t * out_stride + r, out_stride);
     }
     float *rest = out + t * out_stride + r;
     switch (num_tokens - t) {
       case 1:
-        multiply_rows<Product<Type, 1>, 1>(rows, count, acts + t, cols, rest, out_stride);
+        multiply_rows<Product<Type, 1>, 1>(rows, count, acts + t, cols, ahead, rest, out_stride);
         break;
       case 2:
-        multiply_rows<Product<Type, 2>, 2>(rows, count, acts + t, cols, rest, out_stride);
+        multiply_rows<Product<Type, 2>, 2>(rows, count, acts + t, cols, ahead, rest, out_stride);
         break;
       case 3:
-        multiply_rows<Product<Type, 3>, 3>(rows, count, acts + t, cols, rest, out_stride);
+        multiply_rows<Product<Type, 3>, 3>(rows, count, acts + t, cols, ahead, rest, out_stride);
         break;
       default:
         break;
