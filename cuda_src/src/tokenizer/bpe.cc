@@ -20,6 +20,7 @@ constexpr int32_t kNoMerge = std::numeric_limits<int32_t>::max();
 BpeModel::BpeModel(const Vocab &vocab, const VocabSource &source, const PreTokenizer &pre)
     : vocab_(vocab), pre_(pre), merges_(source.merges.size()) {
   std::string bytes;
+  int32_t guess = -1;  // vocabularies list the merged symbols in the order of their merges
   for (size_t rank = 0; rank < source.merges.size(); ++rank) {
     const std::string_view merge = source.merges[rank];
     // The alphabet has no space, but a symbol may begin with one in a file that was not mapped.
@@ -39,12 +40,14 @@ BpeModel::BpeModel(const Vocab &vocab, const VocabSource &source, const PreToken
     const std::string_view both = bytes;
     const int32_t left = symbol_of(both.substr(0, left_size));
     const int32_t right = symbol_of(both.substr(left_size));
-    merges_.insert(left, right, {static_cast<int32_t>(rank), symbol_of(both)});
+    const int32_t merged = symbol_of(both, guess);
+    merges_.insert(left, right, {static_cast<int32_t>(rank), merged});
+    guess = merged + 1;
   }
 }
 
-int32_t BpeModel::symbol_of(std::string_view bytes) {
-  const int32_t id = vocab_.find_text(bytes);
+int32_t BpeModel::symbol_of(std::string_view bytes, int32_t guess) {
+  const int32_t id = vocab_.find_text(bytes, guess);
   if (id >= 0) return id;
   const auto next = static_cast<int32_t>(vocab_.num_tokens() + virtual_symbols_.size());
   const auto [entry, inserted] = virtual_ids_.emplace(bytes, next);

@@ -32,8 +32,7 @@ class BpeModel : public TextModel {
     int32_t symbol = 0;  // what the pair becomes
   };
 
-  void add_merges(const VocabSource &source);
-  int32_t symbol_of(std::string_view bytes);
+  int32_t symbol_of(std::string_view bytes, int32_t guess = -1);
   void encode_piece(std::string_view piece, std::vector<int32_t> *ids) const;
   void encode_short(std::string_view piece, std::vector<int32_t> *ids) const;
   void encode_long(std::string_view piece, std::vector<int32_t> *ids) const;

@@ -1,5 +1,5 @@
 // Hash maps for look-ups that are built once and read often: open addressing, linear probing, at
-// most half full, hashes keyed by a seed so that a file cannot choose its collisions.
+// most two thirds full, hashes keyed by a seed so that a file cannot choose its collisions.
 #pragma once
 
 #include <cstddef>
@@ -36,14 +36,19 @@ inline uint64_t random_seed() {
   return (static_cast<uint64_t>(device()) << 32 | device()) | 1;
 }
 
+// How many slots, a power of two, hold this many entries.
+inline size_t num_slots_for(size_t capacity) {
+  size_t size = 16;
+  while (size / 3 * 2 < capacity) size *= 2;
+  return size;
+}
+
 // Two 32-bit ids to a value.
 template <typename Value>
 class PairMap {
  public:
   explicit PairMap(size_t capacity) : seed_(random_seed()) {
-    size_t size = 16;
-    while (size < capacity * 2) size *= 2;
-    slots_.resize(size);
+    slots_.resize(num_slots_for(capacity));
   }
 
   // Keeps the value that is there; false then. At most `capacity` pairs may be inserted.

@@ -78,6 +78,10 @@ bool append_alphabet_bytes(std::string_view piece, std::string *out) {
   static const std::array<int16_t, kAlphabetSize> byte_of = make_alphabet();
   bool pure = true;
   for (size_t pos = 0; pos < piece.size();) {
+    if (piece[pos] > ' ' && piece[pos] < 0x7F) {  // stands for itself
+      out->push_back(piece[pos++]);
+      continue;
+    }
     const size_t begin = pos;
     const uint32_t code = next_code_point(piece, &pos);
     if (code < kAlphabetSize && byte_of[code] >= 0) {
@@ -111,21 +115,22 @@ Vocab::Vocab(const VocabSource &source) : seed_(random_seed()) {
   offsets_.reserve(num_tokens + 1);
   offsets_.push_back(0);
   types_.reserve(num_tokens);
-  size_t num_slots = 16;
-  while (num_slots < num_tokens * 2) num_slots *= 2;
-  text_slots_.assign(num_slots, -1);
-  special_slots_.assign(num_slots, -1);
+  size_t num_special = 0;
+  for (const int32_t type : source.types) num_special += is_special(static_cast<TokenType>(type));
+  text_index_.resize(num_slots_for(num_tokens));
+  special_index_.resize(num_slots_for(num_special));
+  is_text_.assign(num_tokens, false);
   std::fill(std::begin(byte_tokens_), std::end(byte_tokens_), -1);
 
   // Where several tokens have the same bytes, the text becomes the one inserted first.
   for (size_t i = 0; i < num_tokens; ++i) add_token(source, i);
   for (int32_t id = 0; id < this->num_tokens(); ++id) {
-    if (types_[id] == TokenType::kUserDefined) insert(id, &text_slots_);
+    if (types_[id] == TokenType::kUserDefined) is_text_[id] = insert(id, &text_index_);
     if (types_[id] != TokenType::kUnused) ++num_choosable_;
   }
   if (source.model == "llama") {  // SentencePiece merges through UNUSED pieces and undoes it
     for (int32_t id = 0; id < this->num_tokens(); ++id) {
-      if (types_[id] == TokenType::kUnused) insert(id, &text_slots_);
+      if (types_[id] == TokenType::kUnused) is_text_[id] = insert(id, &text_index_);
     }
   } else {
     for (int byte = 0; byte < 256; ++byte) {
@@ -169,28 +174,33 @@ void Vocab::add_token(const VocabSource &source, size_t index) {
   types_.push_back(type);
 
   if (is_special(type)) {
-    insert(id, &special_slots_);
+    insert(id, &special_index_);
   } else if (is_spelled && (type == TokenType::kNormal || type == TokenType::kUndefined)) {
-    insert(id, &text_slots_);
+    is_text_[id] = insert(id, &text_index_);
   }
 }
 
-void Vocab::insert(int32_t id, std::vector<int32_t> *slots) {
-  const size_t mask = slots->size() - 1;
-  const std::string_view bytes = piece(id);
-  size_t i = hash_bytes(bytes, seed_) & mask;
-  while ((*slots)[i] >= 0) {
-    if (piece((*slots)[i]) == bytes) return;
+size_t Vocab::find_slot(std::string_view bytes, uint64_t hash, const Index &index) const {
+  const size_t mask = index.size() - 1;
+  const auto tag = static_cast<uint32_t>(hash >> 32);
+  size_t i = hash & mask;
+  while (index[i].id >= 0 && (index[i].tag != tag || piece(index[i].id) != bytes)) {
     i = (i + 1) & mask;
   }
-  (*slots)[i] = id;
+  return i;
 }
 
-int32_t Vocab::find(std::string_view bytes, const std::vector<int32_t> &slots) const {
-  const size_t mask = slots.size() - 1;
-  size_t i = hash_bytes(bytes, seed_) & mask;
-  while (slots[i] >= 0 && piece(slots[i]) != bytes) i = (i + 1) & mask;
-  return slots[i];
+int32_t Vocab::find(std::string_view bytes, const Index &index) const {
+  return index[find_slot(bytes, hash_bytes(bytes, seed_), index)].id;
+}
+
+bool Vocab::insert(int32_t id, Index *index) {
+  const std::string_view bytes = piece(id);
+  const uint64_t hash = hash_bytes(bytes, seed_);
+  Slot &slot = (*index)[find_slot(bytes, hash, *index)];
+  if (slot.id >= 0) return false;
+  slot = {static_cast<uint32_t>(hash >> 32), id};
+  return true;
 }
 
 }  // namespace xllm

@@ -36,16 +36,33 @@ class Vocab {
 
   // The token with exactly these bytes that ordinary text can become: NORMAL, else USER_DEFINED,
   // else (llama only) UNUSED; the lowest id of those. -1: none.
-  int32_t find_text(std::string_view bytes) const { return find(bytes, text_slots_); }
+  //   guess   an id that may well be the answer: saves the look-up when it is
+  int32_t find_text(std::string_view bytes, int32_t guess = -1) const {
+    if (guess >= 0 && guess < num_tokens() && is_text_[guess] && piece(guess) == bytes) {
+      return guess;
+    }
+    return find(bytes, text_index_);
+  }
   // The same among CONTROL, USER_DEFINED and UNKNOWN tokens, by name.
-  int32_t find_special(std::string_view name) const { return find(name, special_slots_); }
+  int32_t find_special(std::string_view name) const { return find(name, special_index_); }
   // The id of each byte's own token, -1 where there is none: a one-byte piece for gpt2, BYTE tokens
   // for llama.
   int32_t byte_token(unsigned char byte) const { return byte_tokens_[byte]; }
 
  private:
-  int32_t find(std::string_view bytes, const std::vector<int32_t> &slots) const;
-  void insert(int32_t id, std::vector<int32_t> *slots);
+  // Open addressing by the piece's hash, whose upper half is kept so that most slots of other
+  // pieces are passed without a look at their bytes. id -1: empty.
+  struct Slot {
+    uint32_t tag = 0;
+    int32_t id = -1;
+  };
+  using Index = std::vector<Slot>;
+
+  // The slot that holds `bytes`, or the empty one where they belong.
+  size_t find_slot(std::string_view bytes, uint64_t hash, const Index &index) const;
+  int32_t find(std::string_view bytes, const Index &index) const;
+  // False if a token with the same bytes is there already.
+  bool insert(int32_t id, Index *index);
   void add_token(const VocabSource &source, size_t index);
 
   std::string bytes_;              // all pieces, one behind the other
@@ -54,8 +71,9 @@ class Vocab {
   int32_t num_rows_ = 0;
   int32_t num_choosable_ = 0;
   uint64_t seed_;
-  std::vector<int32_t> text_slots_;  // open addressing by the piece's hash; -1: empty
-  std::vector<int32_t> special_slots_;
+  Index text_index_;
+  Index special_index_;
+  std::vector<bool> is_text_;  // [num_tokens] whether text_index_ holds it
   int32_t byte_tokens_[256];
 };
 
