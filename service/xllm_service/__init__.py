@@ -1,0 +1,1 @@
+"""The xLLM server: GGUF models over gRPC, and the `xllm` command line."""

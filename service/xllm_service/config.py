@@ -1,0 +1,506 @@
+"""Everything that can be set when a server starts: one frozen object, checked as a whole.
+
+A setting has three spellings: a flag (``--max-slots 4``), a line of a TOML file (``max-slots = 4``) and a name in the
+environment (``XLLM_MAX_SLOTS=4``). Flags win over the environment, which wins over the file. Each field below is the
+one place where its setting is documented: meaning, unit, default, and what happens at the extremes.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from xllm_client.endpoint import Endpoint, default_endpoint
+
+DECODE_MODES = ("auto", "batched", "per-slot")
+BACKENDS = ("auto", "cpu", "cuda")
+KV_TYPES = ("f16", "int8", "int4")
+REFLECTION = ("auto", "on", "off")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+BLOCK_SIZES = (16, 32, 64, 128)
+
+# Limits that the engine has by construction; GetServerInfo reports them beside the settings.
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_OUTPUTS = 1
+
+_ENV_PREFIX = "XLLM_"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and says what to write instead."""
+
+
+# ---------------------------------------------------------------- values
+
+
+def _integer(low: int, high: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        try:
+            number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value), 10)
+        except ValueError:
+            raise ValueError(f"expected a whole number from {low} to {high}, found {value!r}") from None
+        if not low <= number <= high:
+            raise ValueError(f"expected a whole number from {low} to {high}, found {number}")
+        return number
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[object], float]:
+    def parse(value: object) -> float:
+        try:
+            number = float(str(value))
+        except ValueError:
+            raise ValueError(f"expected seconds from {low:g} to {high:g}, found {value!r}") from None
+        if not low <= number <= high:
+            raise ValueError(f"expected seconds from {low:g} to {high:g}, found {value!r}")
+        return number
+
+    return parse
+
+
+def _choice(*options: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in options:
+            raise ValueError(f"expected one of {', '.join(options)}, found {value!r}")
+        return str(value)
+
+    return parse
+
+
+def parse_size(value: object) -> int:
+    """Return a number of bytes written as 1500000, 1.5GB or 2GiB. Raises ValueError."""
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None or isinstance(value, bool):
+        raise ValueError(f"expected bytes, such as 2GiB or 1500000000, found {value!r}")
+    size = float(match[1]) * _UNITS[(match[2] or "").lower()] if "." in match[1] else int(match[1]) * _UNITS[
+        (match[2] or "").lower()
+    ]
+    if size >= 2**63:
+        raise ValueError(f"expected fewer than 2^63 bytes, found {value!r}")
+    return int(size)
+
+
+def _size_or_auto(value: object) -> int:
+    return 0 if value == "auto" else parse_size(value)
+
+
+def _block_size(value: object) -> int:
+    number = _integer(1, 1 << 20)(value)
+    if number not in BLOCK_SIZES:
+        raise ValueError(f"expected one of {', '.join(map(str, BLOCK_SIZES))}, found {number}")
+    return number
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    try:
+        return known[str(value).lower()]
+    except KeyError:
+        raise ValueError(f"expected true or false, found {value!r}") from None
+
+
+def _tcp(value: object) -> Endpoint:
+    endpoint = Endpoint.parse(str(value))
+    if endpoint.is_unix:
+        raise ValueError(f"expected HOST:PORT or [IPV6]:PORT, found {value!r}")
+    return endpoint
+
+
+def _endpoints(value: object) -> tuple[Endpoint, ...]:
+    texts = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    return tuple(text if isinstance(text, Endpoint) else Endpoint.parse(str(text).strip()) for text in texts)
+
+
+def _path(value: object) -> Path:
+    if not str(value):
+        raise ValueError("expected a path, found nothing")
+    return Path(str(value)).expanduser()
+
+
+def _model_name(value: object) -> str:
+    if not _NAME.fullmatch(str(value)):
+        raise ValueError(f"expected at most 64 of A-Z a-z 0-9 . _ -, found {value!r}")
+    return str(value)
+
+
+def _text(value: object) -> str:
+    if not str(value):
+        raise ValueError("expected a name, found nothing")
+    return str(value)
+
+
+# ---------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one field of ServeConfig is written, for command lines and manuals.
+
+    Attributes:
+        field: the field's name; its spelling in a TOML file and its flag replace ``_`` by ``-``.
+        help: one line or two: meaning, unit, default, extremes.
+        metavar: what stands for its value; empty for a switch.
+        parse: text or TOML value to the field's value; raises ValueError.
+        is_multiple: the flag may be given several times.
+    """
+
+    field: str
+    help: str
+    metavar: str
+    parse: Callable[[object], Any]
+    is_multiple: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its spelling in a TOML file."""
+        return self.field.replace("_", "-")
+
+    @property
+    def flag(self) -> str:
+        """Its spelling on a command line."""
+        return f"--{self.name}"
+
+    @property
+    def env(self) -> str:
+        """Its name in the environment."""
+        return f"{_ENV_PREFIX}{self.field.upper()}"
+
+    @property
+    def is_switch(self) -> bool:
+        """The flag takes no value."""
+        return not self.metavar
+
+
+def _setting(
+    default: object, metavar: str, parse: Callable[[object], Any], text: str, *, is_multiple: bool = False
+) -> Any:
+    return field(default=default, metadata={"setting": (metavar, parse, text, is_multiple)})
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `xllm serve` does. Build it with `load_config`, which checks everything; fields are documented beside them.
+
+    Attributes:
+        model: the GGUF file to serve.
+        sources: for every field that was set, from where: a flag, a name in the environment, or the file.
+        ignored: names that begin with XLLM_ but are no setting, as orchestrators like to add them.
+    """
+
+    model: Path
+
+    # ---- listening ----
+    listen: tuple[Endpoint, ...] = _setting(
+        (), "ADDRESS", _endpoints,
+        "Where to listen: unix:PATH, HOST:PORT or [IPV6]:PORT; may be repeated. Default: one unix socket in the user's "
+        "runtime directory, where clients look by themselves.", is_multiple=True,
+    )  # fmt: skip
+    allow_plaintext: bool = _setting(
+        False, "", _boolean,
+        "Allow listening without TLS on an address that other machines can reach. Default: that is refused.",
+    )  # fmt: skip
+    tls_cert: Path | None = _setting(
+        None, "FILE", _path, "The server's certificate chain, PEM. With --tls-key: TLS on every TCP address."
+    )
+    tls_key: Path | None = _setting(None, "FILE", _path, "The private key of --tls-cert, PEM.")
+    tls_client_ca: Path | None = _setting(
+        None, "FILE", _path, "Take only clients whose certificate this CA signed (mTLS), on every TCP address."
+    )
+    token_file: Path | None = _setting(
+        None, "FILE", _path,
+        "Take only calls that carry one of the bearer tokens in this file, one a line, at least 16 characters each; "
+        "on every address and method, health and reflection included.",
+    )  # fmt: skip
+    reflection: str = _setting(
+        "auto", "auto|on|off", _choice(*REFLECTION),
+        "Let clients list the services. Default: auto, on unix sockets and loopback only.",
+    )  # fmt: skip
+    metrics: Endpoint | None = _setting(
+        None, "HOST:PORT", _tcp, "Serve Prometheus metrics over plain HTTP here. Default: none are served."
+    )
+    max_message_bytes: int = _setting(
+        16 * 2**20, "BYTES", parse_size,
+        "Largest message taken. Default: 16MiB. A larger one is RESOURCE_EXHAUSTED before it is read.",
+    )  # fmt: skip
+    max_concurrent_calls: int = _setting(
+        1024, "N", _integer(1, 65536),
+        "Calls that may be open at once, health checks aside. Default: 1024. More are RESOURCE_EXHAUSTED "
+        "(TOO_MANY_CALLS).",
+    )  # fmt: skip
+    stall_allowance: float = _setting(
+        30.0, "SECONDS", _seconds(0.1, 86400),
+        "How long a client may not read while output waits for it. Default: 30. Then its call ends with "
+        "RESOURCE_EXHAUSTED (CLIENT_STALLED).",
+    )  # fmt: skip
+    drain_grace: float = _setting(
+        30.0, "SECONDS", _seconds(0, 86400),
+        "How long running calls may go on after SIGTERM or SIGINT. Default: 30. 0 ends them at once; a second signal "
+        "does too.",
+    )  # fmt: skip
+
+    # ---- model ----
+    name: str = _setting(
+        "", "NAME", _model_name, "The name that calls use for the model. Default: the file's name without its ending."
+    )
+    pretokenizer: str | None = _setting(
+        None, "NAME", _text,
+        "Stands in for the file's tokenizer.ggml.pre, which decides how text is split. Default: the file decides.",
+    )  # fmt: skip
+
+    # ---- engine ----
+    decode_mode: str = _setting(
+        "batched", "auto|batched|per-slot", _choice(*DECODE_MODES),
+        "Which way to decode: batched (raw quantised weights, the fast one), per-slot (fp32, the accuracy reference), "
+        "or auto (each loads on first use). Default: batched.",
+    )  # fmt: skip
+    backend: str = _setting(
+        "auto", "auto|cpu|cuda", _choice(*BACKENDS), "The device. Default: auto, a GPU where there is a usable one."
+    )
+    device: int = _setting(0, "N", _integer(0, 1023), "Which GPU, counted from 0. Default: 0.")
+    max_slots: int = _setting(
+        8, "N", _integer(1, 1024), "Requests that decode at once; more wait in the queue. Default: 8."
+    )
+    max_queue: int = _setting(
+        256, "N", _integer(0, 1_000_000),
+        "Requests that may wait for a slot. Default: 256. More are RESOURCE_EXHAUSTED (QUEUE_FULL).",
+    )  # fmt: skip
+    max_seq_len: int = _setting(
+        0, "N", _integer(0, 2**31 - 1),
+        "Longest sequence in tokens, prompt and answer together. Default: 0, the model's context length.",
+    )  # fmt: skip
+    allow_long_context: bool = _setting(
+        False, "", _boolean, "Let --max-seq-len exceed the model's context length. Default: that is refused."
+    )
+    kv_type: str = _setting(
+        "f16", "f16|int8|int4", _choice(*KV_TYPES), "How keys and values are stored. Default: f16."
+    )
+    kv_memory: int = _setting(
+        0, "BYTES|auto", _size_or_auto,
+        "Size of the KV pool. Default: auto, what the device has left, or a quarter of the memory the process is "
+        "granted on a CPU; untouched until used.",
+    )  # fmt: skip
+    memory_limit: int = _setting(
+        0, "BYTES", parse_size, "Most memory the engine may take on its device. Default: 0, no limit."
+    )
+    block_size: int = _setting(
+        64, "N", _block_size, "Token positions per KV block: 16, 32, 64 or 128. Default: 64."
+    )
+    prefill_chunk: int = _setting(
+        512, "N", _integer(1, 8192), "Most prompt tokens computed in one step. Default: 512."
+    )
+    threads: int = _setting(
+        0, "N", _integer(0, 4096),
+        "Threads of a CPU engine. Default: 0, the least of affinity, cgroup quota and physical cores.",
+    )  # fmt: skip
+    instruction_set: str | None = _setting(
+        None, "NAME", _choice("scalar", "avx2", "avx512", "neon"),
+        "Which CPU kernels: scalar, avx2, avx512 or neon. Default: the best there is. The bytes are the same.",
+    )  # fmt: skip
+    stuck_after: float = _setting(
+        30.0, "SECONDS", _seconds(1, 3600),
+        "When the step loop shows no sign of life for this long, health says NOT_SERVING and calls end with "
+        "UNAVAILABLE. Default: 30; longer than any one step.",
+    )  # fmt: skip
+
+    # ---- requests ----
+    default_max_tokens: int = _setting(
+        0, "N", _integer(0, 2**31 - 1),
+        "Tokens a request may generate when it does not say. Default: 0, what the context leaves.",
+    )  # fmt: skip
+    default_queue_time: float = _setting(
+        0.0, "SECONDS", _seconds(0, 86400),
+        "How long a request may wait for a slot when it does not say. Default: 0, no limit. Then it is "
+        "RESOURCE_EXHAUSTED (QUEUE_TIMEOUT).",
+    )  # fmt: skip
+    max_chat_messages: int = _setting(
+        4096, "N", _integer(1, 1_000_000), "Most messages of one conversation. Default: 4096."
+    )
+
+    # ---- log ----
+    log_level: str = _setting("info", "LEVEL", _choice(*LOG_LEVELS), "debug, info, warning or error. Default: info.")
+    log_format: str = _setting(
+        "text", "text|json", _choice(*LOG_FORMATS),
+        "Lines for people, or one JSON object a line. Default: text. No line holds a prompt, an answer or a secret.",
+    )  # fmt: skip
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def model_name(self) -> str:
+        """The name that calls use for the model."""
+        if self.name:
+            return self.name
+        stem = re.sub(r"[^A-Za-z0-9._-]", "-", self.model.name.removesuffix(".gguf"))
+        return stem[:64] or "model"
+
+    @property
+    def has_tls(self) -> bool:
+        """TCP addresses speak TLS."""
+        return self.tls_cert is not None
+
+    def describe(self) -> list[str]:
+        """One line for each setting, with where it came from; for the log at start."""
+        lines = [f"model = {self.model}"]
+        for setting in SETTINGS:
+            source = self.sources.get(setting.field, "default")
+            lines.append(f"{setting.name} = {_show(getattr(self, setting.field))} ({source})")
+        lines += [f"{name} is no setting and is ignored" for name in self.ignored]
+        return lines
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(f.name, text, metavar, parse, is_multiple)
+    for f in fields(ServeConfig)
+    if "setting" in f.metadata
+    for metavar, parse, text, is_multiple in (f.metadata["setting"],)
+)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_config(
+    model: str | Path,
+    flags: Mapping[str, object] | None = None,
+    *,
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ServeConfig:
+    """Put the three spellings together and check them.
+
+    Args:
+        model: the GGUF file.
+        flags: by field name, as text or as the field's own type; None, an empty list and False for a switch mean "not given".
+        config_file: a TOML file with the settings at its top level.
+        environ: where names that begin with XLLM_ are looked up; None: nowhere.
+
+    Raises:
+        ConfigError: a value out of range, an unknown setting in the file, or settings that contradict each other.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    by_name = {setting.name: setting for setting in SETTINGS}
+    for name, value in (_read_toml(config_file) if config_file is not None else {}).items():
+        setting = by_name.get(name.replace("_", "-"))
+        if setting is None:
+            raise ConfigError(f"{config_file}: {name} is no setting; known are {', '.join(sorted(by_name))}")
+        values[setting.field] = _parse(setting, value, f"{config_file}: {name}")
+        sources[setting.field] = str(config_file)
+    by_env = {setting.env: setting for setting in SETTINGS}
+    ignored = []
+    for name, text in sorted((environ or {}).items()):
+        if not name.startswith(_ENV_PREFIX):
+            continue
+        if name not in by_env:
+            ignored.append(name)
+            continue
+        values[by_env[name].field] = _parse(by_env[name], text, name)
+        sources[by_env[name].field] = name
+    by_field = {setting.field: setting for setting in SETTINGS}
+    for name, value in (flags or {}).items():
+        setting = by_field.get(name)
+        if setting is None:
+            raise ConfigError(f"{name} is no setting")
+        if value is None or value == [] or value == () or (setting.is_switch and value is False):
+            continue
+        values[name] = _parse(setting, value, setting.flag)
+        sources[name] = setting.flag
+    if not values.get("listen"):
+        values["listen"] = (default_endpoint(),)
+    config = ServeConfig(Path(model), **values, sources=sources, ignored=tuple(ignored))
+    _check_addresses(config)
+    _check_security(config)
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+
+
+def _parse(setting: Setting, value: object, spelling: str) -> Any:
+    try:
+        return setting.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{spelling}: {error}") from None
+
+
+def _check_addresses(config: ServeConfig) -> None:
+    seen: list[str] = []
+    fixed = [a for a in (*config.listen, config.metrics) if a is not None and (a.is_unix or a.port != 0)]
+    for address in map(str, fixed):
+        if address in seen:
+            raise ConfigError(f"{address} is given twice; give each address once")
+        seen.append(address)
+
+
+def _check_security(config: ServeConfig) -> None:
+    """Refuse what is not safe, and a security setting that would have no effect."""
+    tcp = [address for address in config.listen if not address.is_unix]
+    exposed = [address for address in tcp if not address.is_loopback]
+    for given, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
+        if getattr(config, given) is not None and getattr(config, other) is None:
+            raise ConfigError(f"--{given.replace('_', '-')} needs --{other.replace('_', '-')} too")
+    if config.has_tls and not tcp:
+        raise ConfigError("--tls-cert has no effect: TLS is for TCP, and only unix sockets are listened on")
+    if exposed and not config.has_tls and not config.allow_plaintext:
+        raise ConfigError(
+            f"--listen {exposed[0]}: other machines can reach it, and it would have no TLS; give --tls-cert and "
+            "--tls-key, or say --allow-plaintext"
+        )
+    if config.allow_plaintext and (config.has_tls or not exposed):
+        reason = "TLS is on" if config.has_tls else "no address that other machines can reach is listened on"
+        raise ConfigError(f"--allow-plaintext has no effect: {reason}; leave it out")
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "token_file"):
+        path = getattr(config, name)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"--{name.replace('_', '-')} {path}: no such file")
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Return the bearer tokens of a file: one a line; empty lines and lines that begin with # are skipped.
+
+    Raises ConfigError for a file that cannot be read, others may read, or that holds no token or a short one. The
+    message never holds a token.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"--token-file {path}: others can read it; chmod 600 it")
+        lines: Sequence[str] = path.read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigError(f"--token-file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--token-file {path}: tokens are ASCII") from None
+    tokens = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    for number, token in enumerate(tokens, 1):
+        if len(token) < 16 or not token.isprintable() or " " in token:
+            raise ConfigError(f"--token-file {path}: token {number}: expected at least 16 printable characters")
+    if not tokens:
+        raise ConfigError(f"--token-file {path}: holds no token")
+    return tokens
