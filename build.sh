@@ -24,6 +24,7 @@ usage: ./build.sh [VERB] [OPTIONS] [-- PYTEST ARGS]
   clean           remove .venv, build, dist and the generated stubs
 
   --cuda-wheels   compile the CUDA library with the compiler from PyPI wheels (also XLLM_CUDA_WHEELS=1)
+  --no-cuda       leave the CUDA library out, whatever the machine has
 
 Environment: PYTHON=python3.12 picks the interpreter of a new .venv; XLLM_CUDA_ARCHITECTURES the GPU targets, a CMake list or
 `release`; CXX the compiler; CMAKE_BUILD_PARALLEL_LEVEL the number of compile jobs.
@@ -94,7 +95,8 @@ venv() {
 }
 
 cuda_options() {
-  CMAKE_OPTIONS=("-DXLLM_CUDA_ARCHITECTURES=${XLLM_CUDA_ARCHITECTURES:-90a-real}" "-DXLLM_CUDA_WHEELS_DIR=")
+  CMAKE_OPTIONS=("-DXLLM_CUDA_ARCHITECTURES=${XLLM_CUDA_ARCHITECTURES:-90a-real}" "-DXLLM_CUDA_WHEELS_DIR="
+    "-DXLLM_BUILD_CUDA=${XLLM_BUILD_CUDA:-ON}")
   [ "${XLLM_CUDA_WHEELS:-0}" = 1 ] || return 0
   install cuda
   CMAKE_OPTIONS[1]="-DXLLM_CUDA_WHEELS_DIR=$("$PY" -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13"
@@ -197,6 +199,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --slow) SLOW=1 ;;
     --cuda-wheels) XLLM_CUDA_WHEELS=1 ;;
+    --no-cuda) XLLM_BUILD_CUDA=OFF ;;
     -h | --help) VERB=help ;;
     --) shift && PYTEST_ARGS=("$@") && break ;;
     --upgrade | --upgrade-package=*) ARGS+=("$1") ;;
