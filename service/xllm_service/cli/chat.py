@@ -34,6 +34,7 @@ def chat(
 ) -> None:
     """Talk with a server's model; each line of stdin is a message."""
     from xllm_service.cli.conversation import converse
+    from xllm_service.cli.served import ServedGeneration
 
     sampling = options.given(
         max_tokens=max_tokens,
@@ -49,4 +50,4 @@ def chat(
         endpoint, token_file=token_file, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
     )
     with client:
-        converse(lambda messages: client.chat(messages, **sampling), system=system, as_json=as_json)
+        converse(lambda messages: ServedGeneration(client.chat(messages, **sampling)), system=system, as_json=as_json)

@@ -40,7 +40,7 @@ def converse(answer: Callable[[Messages], Generation], *, system: str | None = N
             continue
         history.append({"role": "user", "content": line})
         try:
-            shown = show(answer(history), time.monotonic(), as_json=as_json)
+            figures = show(answer(history), time.monotonic(), as_json=as_json)
         except KeyboardInterrupt:
             if not is_interactive:
                 raise
@@ -52,7 +52,7 @@ def converse(answer: Callable[[Messages], Generation], *, system: str | None = N
             history.pop()
             say(f"xllm: {describe(error).message}")
         else:
-            history.append({"role": "assistant", "content": shown.result.text})
+            history.append({"role": "assistant", "content": figures.text})
 
 
 def _lines(is_interactive: bool) -> Iterator[str]:

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xllm_service.config import ConfigError
+from xllm_service.errors import ServiceError
 from xllm_service.models import ModelFetchError, ModelNameError
+
+# What to do about a failure whose message does not say so itself; by reason, of a server's calls and of this process.
+_REMEDIES: Mapping[str, str] = {
+    "CANCELLED": "somebody cancelled it; try again",
+    "CLIENT_STALLED": "read the output as it comes",
+    "DEADLINE_EXCEEDED": "allow more time, or ask for less",
+    "DEVICE_FAULT": "look at the system's log, or use --backend cpu",
+    "ENGINE_FAILED": "restart it",
+    "INVALID_MODEL": "the file is damaged or no GGUF model; fetch it again",
+    "MEMORY": "lower --max-slots, --max-seq-len or --kv-memory, or use a smaller model; `xllm inspect` shows the Plan",
+    "MODEL_NOT_FOUND": "check the path or the name",
+    "NEVER_FITS": "shorten it, or give the engine more --kv-memory",
+    "NO_CHAT_TEMPLATE": "leave the conversation's form out: `xllm generate PROMPT` without --chat",
+    "NO_TOKENIZER": "use a file with a tokenizer; of text this one can read nothing",
+    "PERMISSION_DENIED": "use another token",
+    "PROMPT_TOO_LONG": "shorten it, or raise --max-seq-len",
+    "TRUNCATED_MODEL": "the file ends early; fetch it again",
+    "UNAUTHENTICATED": "give the server's token with --token-file",
+    "UNSUPPORTED_MODEL": "use a model that this build supports; the README lists them",
+}
 
 
 class UsageError(Exception):
@@ -32,27 +54,21 @@ def describe(error: Exception) -> Complaint:
         return Complaint(_one_line(error), is_usage=True)
     if isinstance(error, Failure | ModelNameError | ModelFetchError):
         return Complaint(_one_line(error))
-    if isinstance(error, XllmError):
-        return _of_call(error)
+    if isinstance(error, ServiceError | XllmError):
+        remedy = error.metadata.get("remedy") or _REMEDIES.get(error.reason, "")
+        if not remedy and error.retry_delay_s is not None:
+            remedy = f"try again in {error.retry_delay_s:g} s"
+        message = _one_line(error)
+        return Complaint(
+            f"{message}; {remedy}" if remedy and remedy not in message else message,
+            is_usage=error.reason == "INVALID_FIELD",
+        )
     if isinstance(error, OSError):
         return Complaint(f"{_one_line(error)}; check the path and its permissions")
     return Complaint(
-        f"internal error: {type(error).__name__}: {_one_line(error)}; please report it with the output of "
-        "the same command after `xllm --traceback`"
+        f"internal error: {type(error).__name__}: {_one_line(error)}; please report it with what "
+        "`xllm --traceback` and the same command print"
     )
-
-
-def _of_call(error: object) -> Complaint:
-    """Describe a refused or broken call; a wrong field of the request is a wrong flag."""
-    from xllm_client import XllmError
-
-    assert isinstance(error, XllmError)
-    message = _one_line(error)
-    if remedy := error.metadata.get("remedy"):
-        message += f"; {remedy}"
-    elif error.retry_delay_s is not None:
-        message += f"; try again in {error.retry_delay_s:g} s"
-    return Complaint(message, is_usage=error.reason == "INVALID_FIELD")
 
 
 def _one_line(error: object) -> str:

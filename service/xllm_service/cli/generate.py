@@ -44,6 +44,7 @@ def generate(
 
     from xllm_service.cli.answer import show
     from xllm_service.cli.failures import UsageError
+    from xllm_service.cli.served import ServedGeneration
 
     if system is not None and not chat:
         raise UsageError("--system has no effect without --chat; add --chat, or leave it out")
@@ -67,4 +68,4 @@ def generate(
             generation = client.chat(options.messages(text, system), **sampling)
         else:
             generation = client.generate(text, **sampling)
-        show(generation, started, as_json=as_json)
+        show(ServedGeneration(generation), started, as_json=as_json)

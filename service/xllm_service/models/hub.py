@@ -78,7 +78,7 @@ def fetch(name: HubName) -> Path:
     from huggingface_hub import errors
 
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
     try:
         file = choose_file(name, huggingface_hub.list_repo_files(name.repo))
         paths = [
