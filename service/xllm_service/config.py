@@ -85,9 +85,11 @@ def parse_size(value: object) -> int:
     match = _SIZE.fullmatch(str(value).strip())
     if match is None or isinstance(value, bool):
         raise ValueError(f"expected bytes, such as 2GiB or 1500000000, found {value!r}")
-    size = float(match[1]) * _UNITS[(match[2] or "").lower()] if "." in match[1] else int(match[1]) * _UNITS[
-        (match[2] or "").lower()
-    ]
+    size = (
+        float(match[1]) * _UNITS[(match[2] or "").lower()]
+        if "." in match[1]
+        else int(match[1]) * _UNITS[(match[2] or "").lower()]
+    )
     if size >= 2**63:
         raise ValueError(f"expected fewer than 2^63 bytes, found {value!r}")
     return int(size)
@@ -206,14 +208,19 @@ class ServeConfig:
 
     # ---- listening ----
     listen: tuple[Endpoint, ...] = _setting(
-        (), "ADDRESS", _endpoints,
+        (),
+        "ADDRESS",
+        _endpoints,
         "Where to listen: unix:PATH, HOST:PORT or [IPV6]:PORT; may be repeated. Default: one unix socket in the user's "
-        "runtime directory, where clients look by themselves.", is_multiple=True,
-    )  # fmt: skip
+        "runtime directory, where clients look by themselves.",
+        is_multiple=True,
+    )
     allow_plaintext: bool = _setting(
-        False, "", _boolean,
+        False,
+        "",
+        _boolean,
         "Allow listening without TLS on an address that other machines can reach. Default: that is refused.",
-    )  # fmt: skip
+    )
     tls_cert: Path | None = _setting(
         None, "FILE", _path, "The server's certificate chain, PEM. With --tls-key: TLS on every TCP address."
     )
@@ -222,52 +229,68 @@ class ServeConfig:
         None, "FILE", _path, "Take only clients whose certificate this CA signed (mTLS), on every TCP address."
     )
     token_file: Path | None = _setting(
-        None, "FILE", _path,
+        None,
+        "FILE",
+        _path,
         "Take only calls that carry one of the bearer tokens in this file, one a line, at least 16 characters each; "
         "on every address and method, health and reflection included.",
-    )  # fmt: skip
+    )
     reflection: str = _setting(
-        "auto", "auto|on|off", _choice(*REFLECTION),
+        "auto",
+        "auto|on|off",
+        _choice(*REFLECTION),
         "Let clients list the services. Default: auto, on unix sockets and loopback only.",
-    )  # fmt: skip
+    )
     metrics: Endpoint | None = _setting(
         None, "HOST:PORT", _tcp, "Serve Prometheus metrics over plain HTTP here. Default: none are served."
     )
     max_message_bytes: int = _setting(
-        16 * 2**20, "BYTES", parse_size,
+        16 * 2**20,
+        "BYTES",
+        parse_size,
         "Largest message taken. Default: 16MiB. A larger one is RESOURCE_EXHAUSTED before it is read.",
-    )  # fmt: skip
+    )
     max_concurrent_calls: int = _setting(
-        1024, "N", _integer(1, 65536),
+        1024,
+        "N",
+        _integer(1, 65536),
         "Calls that may be open at once, health checks aside. Default: 1024. More are RESOURCE_EXHAUSTED "
         "(TOO_MANY_CALLS).",
-    )  # fmt: skip
+    )
     stall_allowance: float = _setting(
-        30.0, "SECONDS", _seconds(0.1, 86400),
+        30.0,
+        "SECONDS",
+        _seconds(0.1, 86400),
         "How long a client may not read while output waits for it. Default: 30. Then its call ends with "
         "RESOURCE_EXHAUSTED (CLIENT_STALLED).",
-    )  # fmt: skip
+    )
     drain_grace: float = _setting(
-        30.0, "SECONDS", _seconds(0, 86400),
+        30.0,
+        "SECONDS",
+        _seconds(0, 86400),
         "How long running calls may go on after SIGTERM or SIGINT. Default: 30. 0 ends them at once; a second signal "
         "does too.",
-    )  # fmt: skip
+    )
 
     # ---- model ----
     name: str = _setting(
         "", "NAME", _model_name, "The name that calls use for the model. Default: the file's name without its ending."
     )
     pretokenizer: str | None = _setting(
-        None, "NAME", _text,
+        None,
+        "NAME",
+        _text,
         "Stands in for the file's tokenizer.ggml.pre, which decides how text is split. Default: the file decides.",
-    )  # fmt: skip
+    )
 
     # ---- engine ----
     decode_mode: str = _setting(
-        "batched", "auto|batched|per-slot", _choice(*DECODE_MODES),
+        "batched",
+        "auto|batched|per-slot",
+        _choice(*DECODE_MODES),
         "Which way to decode: batched (raw quantised weights, the fast one), per-slot (fp32, the accuracy reference), "
         "or auto (each loads on first use). Default: batched.",
-    )  # fmt: skip
+    )
     backend: str = _setting(
         "auto", "auto|cpu|cuda", _choice(*BACKENDS), "The device. Default: auto, a GPU where there is a usable one."
     )
@@ -276,57 +299,67 @@ class ServeConfig:
         8, "N", _integer(1, 1024), "Requests that decode at once; more wait in the queue. Default: 8."
     )
     max_queue: int = _setting(
-        256, "N", _integer(0, 1_000_000),
+        256,
+        "N",
+        _integer(0, 1_000_000),
         "Requests that may wait for a slot. Default: 256. More are RESOURCE_EXHAUSTED (QUEUE_FULL).",
-    )  # fmt: skip
+    )
     max_seq_len: int = _setting(
-        0, "N", _integer(0, 2**31 - 1),
+        0,
+        "N",
+        _integer(0, 2**31 - 1),
         "Longest sequence in tokens, prompt and answer together. Default: 0, the model's context length.",
-    )  # fmt: skip
+    )
     allow_long_context: bool = _setting(
         False, "", _boolean, "Let --max-seq-len exceed the model's context length. Default: that is refused."
     )
-    kv_type: str = _setting(
-        "f16", "f16|int8|int4", _choice(*KV_TYPES), "How keys and values are stored. Default: f16."
-    )
+    kv_type: str = _setting("f16", "f16|int8|int4", _choice(*KV_TYPES), "How keys and values are stored. Default: f16.")
     kv_memory: int = _setting(
-        0, "BYTES|auto", _size_or_auto,
+        0,
+        "BYTES|auto",
+        _size_or_auto,
         "Size of the KV pool. Default: auto, what the device has left, or a quarter of the memory the process is "
         "granted on a CPU; untouched until used.",
-    )  # fmt: skip
+    )
     memory_limit: int = _setting(
         0, "BYTES", parse_size, "Most memory the engine may take on its device. Default: 0, no limit."
     )
-    block_size: int = _setting(
-        64, "N", _block_size, "Token positions per KV block: 16, 32, 64 or 128. Default: 64."
-    )
-    prefill_chunk: int = _setting(
-        512, "N", _integer(1, 8192), "Most prompt tokens computed in one step. Default: 512."
-    )
+    block_size: int = _setting(64, "N", _block_size, "Token positions per KV block: 16, 32, 64 or 128. Default: 64.")
+    prefill_chunk: int = _setting(512, "N", _integer(1, 8192), "Most prompt tokens computed in one step. Default: 512.")
     threads: int = _setting(
-        0, "N", _integer(0, 4096),
+        0,
+        "N",
+        _integer(0, 4096),
         "Threads of a CPU engine. Default: 0, the least of affinity, cgroup quota and physical cores.",
-    )  # fmt: skip
+    )
     instruction_set: str | None = _setting(
-        None, "NAME", _choice("scalar", "avx2", "avx512", "neon"),
+        None,
+        "NAME",
+        _choice("scalar", "avx2", "avx512", "neon"),
         "Which CPU kernels: scalar, avx2, avx512 or neon. Default: the best there is. The bytes are the same.",
-    )  # fmt: skip
+    )
     stuck_after: float = _setting(
-        30.0, "SECONDS", _seconds(1, 3600),
+        30.0,
+        "SECONDS",
+        _seconds(1, 3600),
         "When the step loop shows no sign of life for this long, health says NOT_SERVING and calls end with "
         "UNAVAILABLE. Default: 30; longer than any one step.",
-    )  # fmt: skip
+    )
 
     # ---- requests ----
     default_max_tokens: int = _setting(
-        0, "N", _integer(0, 2**31 - 1),
+        0,
+        "N",
+        _integer(0, 2**31 - 1),
         "Tokens a request may generate when it does not say. Default: 0, what the context leaves.",
-    )  # fmt: skip
+    )
     default_queue_time: float = _setting(
-        0.0, "SECONDS", _seconds(0, 86400),
+        0.0,
+        "SECONDS",
+        _seconds(0, 86400),
         "How long a request may wait for a slot when it does not say. Default: 0, no limit. Then it is "
         "RESOURCE_EXHAUSTED (QUEUE_TIMEOUT).",
-    )  # fmt: skip
+    )
     max_chat_messages: int = _setting(
         4096, "N", _integer(1, 1_000_000), "Most messages of one conversation. Default: 4096."
     )
@@ -334,9 +367,11 @@ class ServeConfig:
     # ---- log ----
     log_level: str = _setting("info", "LEVEL", _choice(*LOG_LEVELS), "debug, info, warning or error. Default: info.")
     log_format: str = _setting(
-        "text", "text|json", _choice(*LOG_FORMATS),
+        "text",
+        "text|json",
+        _choice(*LOG_FORMATS),
         "Lines for people, or one JSON object a line. Default: text. No line holds a prompt, an answer or a secret.",
-    )  # fmt: skip
+    )
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     ignored: tuple[str, ...] = field(default=(), compare=False)
@@ -392,7 +427,7 @@ def load_config(
 
     Args:
         model: the GGUF file.
-        flags: by field name, as text or as the field's own type; None, an empty list and False for a switch mean "not given".
+        flags: by field name, as text or as the field's own type; None, an empty list and False for a switch: not given.
         config_file: a TOML file with the settings at its top level.
         environ: where names that begin with XLLM_ are looked up; None: nowhere.
 

@@ -222,7 +222,9 @@ def to_status(error: ServiceError) -> Any:
     match TABLE[error.reason].detail:
         case Detail.FIELDS:
             violations = [
-                error_details_pb2.BadRequest.FieldViolation(field=_cut(path, _MAX_VALUE), description=_cut(text, _MAX_VALUE))
+                error_details_pb2.BadRequest.FieldViolation(
+                    field=_cut(path, _MAX_VALUE), description=_cut(text, _MAX_VALUE)
+                )
                 for path, text in error.violations()[:_MAX_VIOLATIONS]
             ]
             if violations:

@@ -1,0 +1,163 @@
+"""What may run now: the server's own state, how many calls are open, and which generations are live."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+
+from xllm_service.errors import Reason, ServiceError
+
+# How long the end of a generation is remembered, so that cancelling it is harmless; and of how many.
+ENDED_TTL_S = 300.0
+_MAX_ENDED = 4096
+
+
+class Phase(Enum):
+    """Where the server is in its life."""
+
+    LOADING = "loading"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+class Gate:
+    """Lets calls in by the server's phase and counts those that are open.
+
+    Attributes:
+        phase: set by the server as it starts and stops.
+    """
+
+    def __init__(self, max_calls: int) -> None:
+        self.phase = Phase.LOADING
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are open now."""
+        return self._num_calls
+
+    def check(self) -> None:
+        """Raise UNAVAILABLE (LOADING, DRAINING) when no work is taken."""
+        if self.phase is Phase.LOADING:
+            raise ServiceError(Reason.LOADING, "the model is still loading; try again in a moment")
+        if self.phase is Phase.DRAINING:
+            raise ServiceError(Reason.DRAINING, "the server is about to stop and takes no new work")
+
+    def enter(self) -> None:
+        """Count a call. Raises TOO_MANY_CALLS; then `leave` must not be called."""
+        if self._num_calls >= self._max_calls:
+            raise ServiceError(
+                Reason.TOO_MANY_CALLS,
+                f"{self._num_calls} calls are open, which is the limit; try again later",
+                metadata={"limit": self._max_calls},
+            )
+        self._num_calls += 1
+
+    def leave(self) -> None:
+        """Take a call back that `enter` let in."""
+        self._num_calls -= 1
+
+
+class GenerationState(Enum):
+    """Where a generation stands; the names of the contract."""
+
+    QUEUED = "QUEUED"
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMED_OUT"
+    FAILED = "FAILED"
+
+
+class LiveGeneration:
+    """One generation from its call's arrival to its end.
+
+    Attributes:
+        request_id: its name.
+        owner: the principal whose call it is; nobody else can cancel it.
+        fingerprint: equal for equal bodies.
+        state: QUEUED until the engine accepts it.
+        failure: why the service itself ends it; None while it does not.
+    """
+
+    def __init__(self, request_id: str, owner: str, fingerprint: bytes, interrupt: Callable[[], object]) -> None:
+        """Describe one; `interrupt` wakes its call, wherever it waits, to find `failure`."""
+        self.request_id = request_id
+        self.owner = owner
+        self.fingerprint = fingerprint
+        self.state = GenerationState.QUEUED
+        self.failure: ServiceError | None = None
+        self._interrupt = interrupt
+
+    def end(self, failure: ServiceError) -> None:
+        """End it from outside; its call fails with `failure`. Harmless when it is being ended already."""
+        if self.failure is None:
+            self.failure = failure
+            self._interrupt()
+
+
+class LiveGenerations:
+    """The generations that are live, by owner and request id, and how those ended that were."""
+
+    def __init__(self) -> None:
+        self._live: dict[tuple[str, str], LiveGeneration] = {}
+        self._ended: OrderedDict[tuple[str, str], tuple[float, GenerationState]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, generation: LiveGeneration) -> None:
+        """Begin one. The same body under a live id replaces that call, which ends with CANCELLED.
+
+        Raises REQUEST_ID_IN_USE for another body.
+        """
+        key = (generation.owner, generation.request_id)
+        earlier = self._live.get(key)
+        if earlier is not None:
+            if earlier.fingerprint != generation.fingerprint:
+                raise ServiceError(
+                    Reason.REQUEST_ID_IN_USE,
+                    f"request_id {generation.request_id} is live with another body; choose another id",
+                    resource=("xllm.v1.Generation", generation.request_id),
+                )
+            earlier.end(ServiceError(Reason.CANCELLED, "the same request was sent again, and that call goes on"))
+        self._ended.pop(key, None)
+        self._live[key] = generation
+
+    def remove(self, generation: LiveGeneration) -> None:
+        """End one, and remember how; calling it again is harmless."""
+        key = (generation.owner, generation.request_id)
+        if self._live.get(key) is not generation:
+            return  # it has been replaced
+        del self._live[key]
+        now = time.monotonic()
+        self._ended[key] = (now, generation.state)
+        while self._ended:
+            oldest, (ended, _) = next(iter(self._ended.items()))
+            if len(self._ended) <= _MAX_ENDED and now - ended < ENDED_TTL_S:
+                break
+            del self._ended[oldest]
+
+    def cancel(self, owner: str, request_id: str) -> GenerationState:
+        """Stop a generation and return the state it was found in. Raises REQUEST_NOT_FOUND."""
+        live = self._live.get((owner, request_id))
+        if live is not None:
+            state = live.state
+            live.end(ServiceError(Reason.CANCELLED, "cancelled by CancelGeneration"))
+            return state
+        ended = self._ended.get((owner, request_id))
+        if ended is not None and time.monotonic() - ended[0] < ENDED_TTL_S:
+            return ended[1]
+        raise ServiceError(
+            Reason.REQUEST_NOT_FOUND,
+            f"no generation {request_id} is live or has ended lately",
+            resource=("xllm.v1.Generation", request_id),
+        )
+
+    def end_all(self, failure: ServiceError) -> None:
+        """End every live one."""
+        for generation in list(self._live.values()):
+            generation.end(failure)

@@ -1,0 +1,220 @@
+"""What happens around every call: credentials, bytes that cannot be read, the server's phase, errors, counting.
+
+One interceptor wraps every method, also those that do not exist, so nothing gets past it: it denies by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from xllm_service.admission import Gate
+from xllm_service.errors import Reason, ServiceError, not_implemented, to_status
+from xllm_service.logs import facts, get_logger
+from xllm_service.metrics import Metrics
+
+_log = get_logger("calls")
+
+# Who the call is from: "" where the server knows no principals.
+principal: ContextVar[str] = ContextVar("principal", default="")
+
+_OURS = "/xllm.v1."
+# Answered whatever the server's phase: they describe it, or end work instead of beginning it.
+_ALWAYS = frozenset(("/xllm.v1.GenerationService/CancelGeneration", "/xllm.v1.GenerationService/GetGeneration"))
+_ADMIN = "/xllm.v1.AdminService/"
+
+
+class _Malformed:
+    """Stands for request bytes that are no valid message."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every call of a server.
+
+    Args:
+        gate: the server's phase and its limit of open calls.
+        metrics: where calls are counted.
+        tokens: bearer tokens; a call without one of them is UNAUTHENTICATED. Empty: no token is asked for.
+    """
+
+    def __init__(self, gate: Gate, metrics: Metrics, tokens: tuple[str, ...] = ()) -> None:
+        self._gate = gate
+        self._metrics = metrics
+        self._tokens = [token.encode() for token in tokens]
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the wrapped handler of a call; for a call that is denied, a handler that says so."""
+        method = handler_call_details.method
+        caller = self._authenticate(handler_call_details.invocation_metadata)
+        if caller is None:
+            return _denial(
+                ServiceError(Reason.UNAUTHENTICATED, "send `authorization: Bearer TOKEN` with a token of this server")
+            )
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._wrap(method, caller, handler)
+
+    def _authenticate(self, metadata: Any) -> str | None:
+        """Return the caller's name, "" where none is asked for, None for one who is not let in."""
+        if not self._tokens:
+            return ""
+        for key, value in metadata or ():
+            if key != "authorization":
+                continue
+            scheme, _, token = value.partition(" ") if isinstance(value, str) else ("", "", "")
+            if scheme.lower() != "bearer":
+                continue
+            given = token.strip().encode("utf-8", "replace")
+            # Every token is compared, so that the time taken tells nothing.
+            matches = [hmac.compare_digest(given, known) for known in self._tokens]
+            if any(matches):
+                return f"token-{matches.index(True)}"
+        return None
+
+    def _wrap(self, method: str, caller: str, handler: Any) -> Any:
+        async def behaviour(request: Any, context: Any) -> Any:
+            return await self._run(method, caller, handler, request, context)
+
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[(handler.request_streaming, handler.response_streaming)]
+        return make(
+            behaviour,
+            request_deserializer=_tolerant(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+    async def _run(self, method: str, caller: str, handler: Any, request: Any, context: Any) -> Any:
+        """Run one call, and end it with a status of ours however it fails."""
+        principal.set(caller or _certificate_name(context))
+        start = time.monotonic()
+        code = "CANCELLED"  # what is left when the client goes away
+        is_counted = False
+        try:
+            if method.startswith(_OURS):
+                self._gate.enter()
+                is_counted = True
+                if not method.startswith(_ADMIN) and method not in _ALWAYS:
+                    self._gate.check()
+            inner = _behaviour_of(handler)
+            result = inner(_checked(request) if not handler.request_streaming else _checked_all(request), context)
+            if inspect.isasyncgen(result):
+                try:
+                    async for message in result:
+                        await context.write(message)
+                finally:
+                    await result.aclose()
+                reply = None
+            else:
+                reply = await result if inspect.isawaitable(result) else result
+            code = "OK"
+            return reply
+        except ServiceError as error:
+            code = error.code.name
+            _log_failure(method, error)
+            await _abort(context, error)
+        except NotImplementedError:
+            code = "UNIMPLEMENTED"
+            name = method.rpartition("/")[2]
+            await _abort(context, not_implemented(name, "see the capabilities in GetServerInfo"))
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            if _is_gone(context):
+                return None  # writing failed because nobody is there any more
+            code = "INTERNAL"
+            # note: the text stays here; what goes out names neither code nor paths.
+            _log.exception("%s failed", method)
+            await _abort(
+                context, ServiceError(Reason.INTERNAL, "an error of the server's own; its log has the details")
+            )
+        finally:
+            if is_counted:
+                self._gate.leave()
+            self._metrics.calls.labels(method.lstrip("/"), code).inc()
+            _log.debug("call ended", extra=facts(method=method, code=code, seconds=round(time.monotonic() - start, 4)))
+
+
+def _behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:
+    behaviour: Callable[[Any, Any], Any] = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    return behaviour
+
+
+def _tolerant(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Let bytes that are no message reach the handler: an exception here would end the call as UNKNOWN."""
+    if deserializer is None:
+        return None
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception as error:
+            return _Malformed(str(error))
+
+    return deserialize
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise ServiceError(
+            Reason.MALFORMED_REQUEST,
+            "the request's bytes are not a valid message: wrong wire format, or text that is not UTF-8",
+            metadata={"problem": request.problem},
+        )
+    return request
+
+
+async def _checked_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+def _denial(error: ServiceError) -> Any:
+    async def behaviour(_requests: Any, context: Any) -> None:
+        await _abort(context, error)
+
+    # note: this form takes a call of any kind, and reads nothing of it.
+    return grpc.stream_stream_rpc_method_handler(behaviour)
+
+
+async def _abort(context: Any, error: ServiceError) -> NoReturn:
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort always raises")
+
+
+def _certificate_name(context: Any) -> str:
+    """Return the name in the client's certificate; "" without one."""
+    names = context.auth_context().get("x509_common_name", ())
+    return str(bytes(names[0]).decode("utf-8", "replace")) if names else ""
+
+
+def _is_gone(context: Any) -> bool:
+    return bool(context.cancelled() or context.done())
+
+
+def _log_failure(method: str, error: ServiceError) -> None:
+    if error.reason in (Reason.INTERNAL, Reason.ENGINE_FAILED, Reason.DEVICE_FAULT, Reason.NON_FINITE_LOGITS):
+        _log.error("%s", error.message, extra=facts(method=method, reason=error.reason.value))
+    else:
+        # The message may quote a request, so only the reason is logged.
+        _log.info("refused", extra=facts(method=method, reason=error.reason.value))

@@ -1,0 +1,1 @@
+"""One servicer per service of the contract: thin, from message to engine and back."""

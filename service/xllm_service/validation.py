@@ -1,0 +1,359 @@
+"""A GenerationSpec becomes a ValidRequest, once; code behind it does not check again.
+
+All violations are collected, each with the path of its field. What this build does not offer is refused by name, never
+ignored. What needs the tokenizer (is the prompt too long?) or the engine's state is checked by them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xllm_client.v1 import chat_pb2, decode_mode_pb2, generation_service_pb2, sampling_pb2
+from xllm_service import convert
+from xllm_service.config import (
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUTS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+)
+from xllm_service.errors import InvalidFieldError, ServiceError, not_implemented
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_MAX_TOKENS = 2**31 - 1
+_MAX_OUTPUTS_KNOWN = 128  # above this a number is a mistake; up to it, a feature that may be lacking
+_MAX_SECONDS = 10 * 365 * 86400.0
+# Names a template gets from the service itself, which template_args_json cannot replace.
+_RESERVED_ARGUMENTS = frozenset(
+    "messages tools tool_choice add_generation_prompt bos_token eos_token unk_token pad_token".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat, ready for the template: plain values in the shape that `transformers` gives them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A generation that may be run: every field in range, defaults filled in.
+
+    Attributes:
+        text, token_ids, chat: the prompt; exactly one is set.
+        max_tokens, max_queue_s, max_duration_s: None: no bound.
+        seed: None: the engine draws one.
+        top_logprobs: None: no log-probabilities.
+        wants_tokens: one Token record for every token.
+    """
+
+    request_id: str
+    model: str
+    expected_digest: str
+    text: str | None
+    token_ids: Sequence[int] | None
+    chat: Conversation | None
+    add_special_tokens: bool
+    parse_special: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+    stop_strings: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    min_tokens: int
+    wants_tokens: bool
+    top_logprobs: int | None
+    decode_mode: int
+    max_tokens: int | None
+    max_queue_s: float | None
+    max_duration_s: float | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the server allows and fills in.
+
+    Attributes:
+        num_head_rows: token ids lie below this.
+        default_max_tokens, default_queue_s: where a request has none; None: no bound.
+        max_chat_messages: most messages of one conversation.
+    """
+
+    num_head_rows: int
+    default_max_tokens: int | None = None
+    default_queue_s: float | None = None
+    max_chat_messages: int = 4096
+
+
+class _Checker:
+    """Collects what is wrong with the fields of one request."""
+
+    def __init__(self) -> None:
+        self.violations: list[tuple[str, str]] = []
+
+    def refuse(self, path: str, text: str) -> None:
+        self.violations.append((path, text))
+
+    def raise_if_any(self) -> None:
+        if self.violations:
+            raise InvalidFieldError(self.violations)
+
+    def number(
+        self, message: Any, name: str, path: str, default: float, low: float, high: float, *, open_low: bool = False
+    ) -> float:
+        """A float in [low, high], or (low, high] with open_low."""
+        if not message.HasField(name):
+            return default
+        value = float(getattr(message, name))
+        if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+            bracket = "(" if open_low else "["
+            self.refuse(f"{path}.{name}", f"expected a number in {bracket}{low:g}, {high:g}], found {value}")
+            return default
+        return value
+
+    def integer(self, message: Any, name: str, path: str, default: int | None, low: int, high: int) -> int | None:
+        if not message.HasField(name):
+            return default
+        value = int(getattr(message, name))
+        if not low <= value <= high:
+            self.refuse(f"{path}.{name}", f"expected a whole number in [{low}, {high}], found {value}")
+            return default
+        return value
+
+    def span(self, message: Any, name: str, path: str, default: float | None) -> float | None:
+        """A Duration above zero, in seconds."""
+        if not message.HasField(name):
+            return default
+        value = getattr(message, name)
+        span = convert.seconds(value)
+        if not -(10**9) < value.nanos < 10**9 or not 0 < span <= _MAX_SECONDS:
+            self.refuse(f"{path}.{name}", f"expected a duration above 0 and of at most ten years, found {span:g} s")
+            return default
+        return span
+
+    def token_ids(self, ids: Sequence[int], path: str, num_rows: int) -> None:
+        for index, token_id in enumerate(ids):
+            if not 0 <= token_id < num_rows:
+                self.refuse(f"{path}[{index}]", f"expected a token id in [0, {num_rows}), found {token_id}")
+                return  # one is enough: a list may hold millions
+
+    def json(self, text: str, path: str, kind: type | tuple[type, ...], what: str) -> Any:
+        """JSON text of a given kind; None for empty text and what was refused."""
+        if not text:
+            return None
+        try:
+            value = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            self.refuse(path, f"expected JSON: {problem}")
+            return None
+        if not isinstance(value, kind):
+            self.refuse(path, f"expected {what}")
+            return None
+        return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits) -> ValidRequest:
+    """Check a whole request.
+
+    Raises InvalidFieldError with every field that is at fault, or ServiceError (NOT_IMPLEMENTED) for a feature that is
+    not offered.
+    """
+    check = _Checker()
+    if spec.request_id and not _REQUEST_ID.fullmatch(spec.request_id):
+        check.refuse("spec.request_id", "expected at most 128 of A-Z a-z 0-9 . _ : -")
+    if spec.expected_digest and not _DIGEST.fullmatch(spec.expected_digest):
+        check.refuse("spec.expected_digest", 'expected "sha256:" and 64 hex digits in lower case')
+    if spec.decode_mode not in decode_mode_pb2.DecodeMode.values():
+        check.refuse("spec.decode_mode", f"expected a value of DecodeMode, found {spec.decode_mode}")
+    chat = None
+    token_ids: tuple[int, ...] | None = None
+    match spec.WhichOneof("input"):
+        case "chat":
+            chat = _conversation(check, spec.chat, "spec.chat", limits.max_chat_messages)
+        case "token_ids":
+            token_ids = tuple(spec.token_ids.ids)
+            if not token_ids:
+                check.refuse("spec.token_ids.ids", "expected at least one token id")
+            check.token_ids(token_ids, "spec.token_ids.ids", limits.num_head_rows)
+        case "text":
+            pass
+        case _:
+            check.refuse("spec.input", "expected one of text, token_ids and chat")
+    sampling = spec.sampling
+    top_k = check.integer(sampling, "top_k", "spec.sampling", 0, 0, 2**63 - 1) or 0
+    max_tokens = check.integer(spec.limits, "max_tokens", "spec.limits", limits.default_max_tokens, 1, _MAX_TOKENS)
+    min_high = max_tokens if max_tokens is not None else _MAX_TOKENS
+    request = ValidRequest(
+        request_id=spec.request_id,
+        model=spec.model,
+        expected_digest=spec.expected_digest,
+        text=spec.text if spec.WhichOneof("input") == "text" else None,
+        token_ids=token_ids,
+        chat=chat,
+        add_special_tokens=_or(spec.text_options, "add_special_tokens", True),
+        parse_special=spec.text_options.parse_special,
+        temperature=check.number(sampling, "temperature", "spec.sampling", 0.0, 0.0, 100.0),
+        top_k=0 if top_k >= limits.num_head_rows else top_k,
+        top_p=check.number(sampling, "top_p", "spec.sampling", 1.0, 0.0, 1.0),
+        min_p=check.number(sampling, "min_p", "spec.sampling", 0.0, 0.0, 1.0),
+        repetition_penalty=check.number(
+            sampling, "repetition_penalty", "spec.sampling", 1.0, 0.0, 100.0, open_low=True
+        ),
+        frequency_penalty=check.number(sampling, "frequency_penalty", "spec.sampling", 0.0, -100.0, 100.0),
+        presence_penalty=check.number(sampling, "presence_penalty", "spec.sampling", 0.0, -100.0, 100.0),
+        logit_bias=_logit_bias(check, sampling, limits.num_head_rows),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        stop_strings=_stop_strings(check, spec.stop),
+        stop_token_ids=_stop_tokens(check, spec.stop, limits.num_head_rows),
+        ignore_eos=spec.stop.ignore_eos,
+        min_tokens=check.integer(spec.stop, "min_tokens", "spec.stop", 0, 0, min_high) or 0,
+        wants_tokens=spec.output.token_ids or spec.output.HasField("top_logprobs"),
+        top_logprobs=check.integer(spec.output, "top_logprobs", "spec.output", None, 0, MAX_TOP_LOGPROBS),
+        decode_mode=int(spec.decode_mode),
+        max_tokens=max_tokens,
+        max_queue_s=check.span(spec.limits, "max_queue_time", "spec.limits", limits.default_queue_s),
+        max_duration_s=check.span(spec.limits, "max_duration", "spec.limits", None),
+        priority=check.integer(spec, "priority", "spec", 0, -100, 100) or 0,
+    )
+    check.integer(spec, "num_outputs", "spec", 1, 1, _MAX_OUTPUTS_KNOWN)
+    check.raise_if_any()
+    _refuse_features(spec)
+    return request
+
+
+def validate_chat(chat: chat_pb2.Chat, max_messages: int) -> Conversation:
+    """Check a conversation on its own. Raises InvalidFieldError."""
+    check = _Checker()
+    conversation = _conversation(check, chat, "chat", max_messages)
+    check.raise_if_any()
+    return conversation
+
+
+def validate_token_ids(ids: Sequence[int], path: str, num_head_rows: int) -> list[int]:
+    """Check ids on their own. Raises InvalidFieldError with the position of the first that is wrong."""
+    check = _Checker()
+    check.token_ids(ids, path, num_head_rows)
+    check.raise_if_any()
+    return list(ids)
+
+
+def _or(message: Any, name: str, default: bool) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else default
+
+
+def _refuse_features(spec: generation_service_pb2.GenerationSpec) -> None:
+    """Refuse what this build does not offer: honoured or refused, never ignored."""
+    if spec.constraint.WhichOneof("kind") is not None:
+        raise _absent("constraint", "leave spec.constraint unset")
+    if spec.HasField("slot"):
+        raise _absent("slot", "leave spec.slot unset: any free slot is taken")
+    if spec.num_outputs > MAX_OUTPUTS:
+        raise _absent("num_outputs", "send one request for each output")
+    if spec.cache.salt or spec.cache.bypass:
+        raise _absent("cache", "leave spec.cache unset")
+
+
+def _absent(name: str, remedy: str) -> ServiceError:
+    return not_implemented(f"spec.{name}", remedy, f"spec.{name}")
+
+
+def _logit_bias(check: _Checker, sampling: sampling_pb2.SamplingParams, num_rows: int) -> dict[int, float]:
+    path = "spec.sampling.logit_bias"
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        check.refuse(path, f"expected at most {MAX_LOGIT_BIAS} entries, found {len(sampling.logit_bias)}")
+        return {}
+    for token_id, bias in sampling.logit_bias.items():
+        if not 0 <= token_id < num_rows:
+            check.refuse(f"{path}[{token_id}]", f"expected a token id in [0, {num_rows})")
+        if math.isnan(bias) or bias == math.inf:
+            check.refuse(f"{path}[{token_id}]", f"expected a finite number or -Infinity, found {bias}")
+    return dict(sampling.logit_bias)
+
+
+def _stop_strings(check: _Checker, stop: sampling_pb2.StopOptions) -> tuple[str, ...]:
+    path = "spec.stop.strings"
+    if len(stop.strings) > MAX_STOP_STRINGS:
+        check.refuse(path, f"expected at most {MAX_STOP_STRINGS}, found {len(stop.strings)}")
+        return ()
+    for index, text in enumerate(stop.strings):
+        size = len(text.encode())
+        if not 1 <= size <= MAX_STOP_STRING_BYTES:
+            check.refuse(f"{path}[{index}]", f"expected 1 to {MAX_STOP_STRING_BYTES} bytes, found {size}")
+    return tuple(stop.strings)
+
+
+def _stop_tokens(check: _Checker, stop: sampling_pb2.StopOptions, num_rows: int) -> tuple[int, ...]:
+    path = "spec.stop.token_ids"
+    if len(stop.token_ids) > MAX_STOP_TOKENS:
+        check.refuse(path, f"expected at most {MAX_STOP_TOKENS}, found {len(stop.token_ids)}")
+        return ()
+    check.token_ids(stop.token_ids, path, num_rows)
+    return tuple(stop.token_ids)
+
+
+def _conversation(check: _Checker, chat: chat_pb2.Chat, path: str, max_messages: int) -> Conversation:
+    if not 1 <= len(chat.messages) <= max_messages:
+        check.refuse(f"{path}.messages", f"expected 1 to {max_messages} messages, found {len(chat.messages)}")
+        return Conversation([])
+    messages = [_message(check, message, f"{path}.messages[{i}]") for i, message in enumerate(chat.messages)]
+    tools = check.json(chat.tools_json, f"{path}.tools_json", list, "a JSON array of tools")
+    arguments = check.json(chat.template_args_json, f"{path}.template_args_json", dict, "a JSON object") or {}
+    for name in sorted(_RESERVED_ARGUMENTS & arguments.keys()):
+        check.refuse(f"{path}.template_args_json", f"{name} is set by the server; leave it out")
+    choice = check.json(chat.tool_choice_json, f"{path}.tool_choice_json", (str, dict), "a JSON string or object")
+    if choice is not None:
+        arguments["tool_choice"] = choice
+    return Conversation(messages, tools or [], arguments, _or(chat, "add_generation_prompt", True))
+
+
+def _message(check: _Checker, message: chat_pb2.ChatMessage, path: str) -> dict[str, Any]:
+    if not _ROLE.fullmatch(message.role):
+        check.refuse(f"{path}.role", "expected a letter, then at most 63 of A-Z a-z 0-9 _ . -")
+    for index, part in enumerate(message.parts):
+        if part.WhichOneof("kind") is None:
+            check.refuse(f"{path}.parts[{index}]", "expected text")
+    values: dict[str, Any] = {"role": message.role, "content": "".join(part.text for part in message.parts)}
+    if message.tool_calls:
+        values["tool_calls"] = [
+            _tool_call(check, call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id:
+        values["tool_call_id"] = message.tool_call_id
+    if message.name:
+        values["name"] = message.name
+    if message.reasoning_text:
+        values["reasoning_content"] = message.reasoning_text
+    return values
+
+
+def _tool_call(check: _Checker, call: chat_pb2.ToolCall, path: str) -> dict[str, Any]:
+    if not call.name:
+        check.refuse(f"{path}.name", "expected the function's name, found nothing")
+    arguments = check.json(call.arguments_json, f"{path}.arguments_json", dict, "a JSON object")
+    value: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments or {}}}
+    return {"id": call.id, **value} if call.id else value
