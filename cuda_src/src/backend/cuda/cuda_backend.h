@@ -1,0 +1,80 @@
+// An NVIDIA GPU as a device: raw quantised blocks as tiles times int8 activations. The stages are in the files of their names.
+// One stream; every kernel may start before the one before it has ended (device_utils.cuh); decode steps replay as graphs.
+#pragma once
+
+#include <memory>
+
+#include "backend/backend.h"
+#include "backend/cuda/cuda_weights.h"
+#include "backend/cuda/cuda_workspace.h"
+#include "backend/cuda/launch.h"
+
+namespace xllm::cuda {
+
+class CudaBackend : public Backend {
+ public:
+  // Throws Error(kDevice) where there is no such device or the library was not compiled for it.
+  explicit CudaBackend(const BackendOptions &options);
+  ~CudaBackend() override;
+
+  const DeviceInfo &info() const override { return info_; }
+  DeviceMemory memory() const override;
+  Allocator &allocator() override { return *allocator_; }
+
+  BackendPlan plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, int max_step_tokens,
+                   int max_seqs) const override;
+  std::unique_ptr<WeightSet> load_weights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                                          const std::function<void(uint64_t, uint64_t)> &progress) override;
+  std::unique_ptr<Workspace> make_workspace(const WeightSet &weights, int max_seqs) override;
+
+  void embed(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
+  void qkv(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv, const ForwardBatch &batch) override;
+  void attention(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv, const ForwardBatch &batch) override;
+  void o_proj(Workspace &ws, const WeightSet &weights, int layer, const ForwardBatch &batch) override;
+  void ffn(Workspace &ws, const WeightSet &weights, int layer, const ForwardBatch &batch) override;
+  void head(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
+  void run_step(Workspace &ws, const ForwardBatch &batch, const std::function<void()> &stages) override;
+
+  const float *host_logits(Workspace &ws) override;
+  bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows, Span<int32_t> token_ids) override;
+  void copy_blocks(const KvView &kv, Span<const int32_t> src, Span<const int32_t> dst) override;
+  void read_tap(Workspace &ws, Tap tap, std::vector<float> *out) override;
+
+  // For tests and measurements.
+  void set_graphs(bool is_on) { uses_graphs_ = is_on; }
+  Device &device() { return device_; }
+  cudaStream_t stream() const { return stream_; }
+  void synchronize();
+
+ private:
+  Launch launch() const { return {&device_, stream_}; }
+  // Sizes, splits and the device's copy of the batch. padded_rows >= num_tokens.
+  void begin_step(CudaWorkspace &ws, const ForwardBatch &batch, int padded_rows);
+  // act_hidden = Q(rms_norm(x) * weight) of every row.
+  void normalize(CudaWorkspace &ws, const float *weight);
+  // x += product of act with matrix.
+  void add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias, const ActBuffer &act);
+  void capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages);
+  void check_kv(const KvView &kv) const;
+
+  Device device_;
+  DeviceInfo info_;
+  std::function<void(const std::string &)> log_;
+  std::unique_ptr<DeviceAllocator> allocator_;
+  cudaStream_t stream_ = nullptr;
+  bool uses_graphs_ = true;
+  bool in_step_ = false;
+};
+
+inline CudaWorkspace &as_cuda(Workspace &ws) { return static_cast<CudaWorkspace &>(ws); }
+inline const CudaWeights &as_cuda(const WeightSet &weights) { return static_cast<const CudaWeights &>(weights); }
+
+// For a graph's signature: what a stage would have been launched with. Returns true when that is all that is wanted.
+template <typename... Values>
+bool records(CudaWorkspace &ws, Values... values) {
+  if (!ws.is_recording) return false;
+  (ws.signature.push_back((uint64_t)(values)), ...);
+  return true;
+}
+
+}  // namespace xllm::cuda

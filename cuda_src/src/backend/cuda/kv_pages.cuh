@@ -1,0 +1,23 @@
+// Pages of the KV cache as kernels address them.
+#pragma once
+
+#include "backend/cuda/device_utils.cuh"
+
+namespace xllm {
+namespace cuda {
+
+// Pages of one layer (tensor/kv.h), f16.
+struct KvPages {
+  uint8_t *base;          // of block 0, this layer
+  int64_t block_bytes;    // from block to block
+  int64_t page_bytes;
+  int block_size;
+  int num_kv_heads;
+
+  __device__ __forceinline__ uint8_t *page(int64_t block, int index) const { return base + block * block_bytes + index * page_bytes; }
+};
+
+constexpr int kMaxHeadDim = 256;
+
+}  // namespace cuda
+}  // namespace xllm

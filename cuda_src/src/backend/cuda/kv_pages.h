@@ -1,0 +1,19 @@
+// A layer's pages of the KV pool, as the kernels address them.
+#pragma once
+
+#include "backend/cuda/kv_pages.cuh"
+#include "tensor/kv.h"
+
+namespace xllm::cuda {
+
+inline KvPages kv_pages(const KvView &kv, int layer) {
+  KvPages pages = {};
+  pages.base = kv.base + static_cast<uint64_t>(layer) * kv.layout.layer_bytes();
+  pages.block_bytes = static_cast<int64_t>(kv.layout.block_bytes());
+  pages.page_bytes = static_cast<int64_t>(kv.layout.page_bytes());
+  pages.block_size = kv.layout.block_size;
+  pages.num_kv_heads = kv.layout.num_kv_heads;
+  return pages;
+}
+
+}  // namespace xllm::cuda

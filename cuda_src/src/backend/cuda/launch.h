@@ -1,0 +1,48 @@
+// What a launcher needs to know of the device and the stream, and the launch itself.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "backend/cuda/cuda_check.h"
+
+namespace xllm {
+namespace cuda {
+
+struct Device {
+  int index = 0;
+  int compute_capability = 0;  // 90
+  int num_sms = 0;
+  int max_shared_bytes = 0;      // per CTA, opted in
+  int shared_bytes_per_sm = 0;
+  // For tests: the kernels of older GPUs on a newer one.
+  bool has_int8_mma = false;
+  bool has_dependent_launch = false;
+};
+
+struct Launch {
+  const Device *device;
+  cudaStream_t stream;
+};
+
+// Launches kernel(args...) so that it may start before the previous one has ended (it calls wait_for_previous_kernel), where the device
+// can. Checks the launch.
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const Launch &launch, const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
+                   size_t shared_bytes, Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = launch.stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = launch.device->has_dependent_launch ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+}  // namespace cuda
+}  // namespace xllm

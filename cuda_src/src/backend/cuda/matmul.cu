@@ -1,0 +1,248 @@
+#include "backend/cuda/matmul.h"
+
+#include <algorithm>
+#include <map>
+
+#include "backend/cuda/gemv.cuh"
+#include "backend/cuda/mma_small.cuh"
+#include "backend/cuda/mma_tile.cuh"
+#include "backend/cuda/plain_matmul.cuh"
+#include "backend/cuda/repack.h"
+#include "base/checked.h"
+
+namespace xllm {
+namespace cuda {
+namespace {
+
+constexpr int kMaxTileTokens = 64;
+constexpr int kReservedSharedPerCta = 1024;  // taken by the system from each CTA's share of an SM
+
+int largest_chunk(const MatmulArgs &args) {
+  int bytes = 0;
+  for (int i = 0; i < args.num_segments; ++i) bytes = std::max(bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
+  return bytes;
+}
+
+MatmulSegment segment_of(const DeviceMatrix &matrix, int64_t out_row) {
+  MatmulSegment segment = {};
+  segment.tiles = matrix.data;
+  segment.tile_bytes = static_cast<int64_t>(tile_bytes(matrix.type, matrix.cols));
+  segment.type = matrix.type;
+  segment.num_rows = static_cast<int>(matrix.rows);
+  segment.num_tiles = (segment.num_rows + kTileRows - 1) / kTileRows;
+  segment.out_row = static_cast<int>(out_row);
+  return segment;
+}
+
+void set_slices(int64_t cols, MatmulArgs *args) {
+  const SlicePlan plan = slice_plan(cols);
+  args->num_units = plan.num_units;
+  args->num_slices = plan.num_slices;
+  args->chunks_per_slice = plan.chunks_per_slice;
+}
+
+// ---- launchers ----
+
+void launch_gemv(const Launch &launch, MatmulArgs args) {
+  const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
+  const int width = args.num_tokens == 1 ? 1 : args.num_tokens <= 4 ? 4 : 8;
+  const size_t shared = static_cast<size_t>(group_tiles * args.num_slices * kTileRows * width) * sizeof(float);
+  const auto kernel = width == 1 ? gemv_kernel<1> : width == 4 ? gemv_kernel<4> : gemv_kernel<8>;
+  launch_kernel(launch, "gemv", kernel, dim3(static_cast<unsigned>(args.num_groups)), static_cast<unsigned>(args.num_slices * kWarp),
+                shared, args);
+}
+
+void launch_mma_small(const Launch &launch, MatmulArgs args) {
+  const Device &device = *launch.device;
+  const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
+  args.stage_bytes = largest_chunk(args);
+  int pad = 1;
+  while (pad < args.num_tokens) pad *= 2;
+  const auto shared_with = [&](int stages, int width) {
+    return args.num_slices * stages * args.stage_bytes + mma_small_acts_bytes(args.num_units, width) +
+           mma_small_partials_bytes(group_tiles, args.num_slices, width);
+  };
+  // A very long K leaves no room for 8 tokens at once: fewer, more often.
+  if (shared_with(2, pad) > device.max_shared_bytes && pad > 1) {
+    const int first = args.first_token, count = args.num_tokens, half = pad / 2;
+    args.num_tokens = half;
+    launch_mma_small(launch, args);
+    args.first_token = first + half;
+    args.num_tokens = count - half;
+    launch_mma_small(launch, args);
+    return;
+  }
+  args.token_pad = pad;
+  // As deep a ring as lets two CTAs share an SM; else as deep as one CTA can have.
+  const int half_sm = device.shared_bytes_per_sm / 2 - kReservedSharedPerCta;
+  args.num_stages = 2;
+  for (const int limit : {device.max_shared_bytes, half_sm}) {
+    for (int stages = 4; stages >= 2; --stages) {
+      if (shared_with(stages, pad) <= limit) {
+        args.num_stages = stages;
+        break;
+      }
+    }
+  }
+  if (shared_with(args.num_stages, pad) > device.max_shared_bytes) {
+    throw Error(Status::kUnimplemented, "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
+                                            " columns is wider than the matrix kernels can take; use the CPU backend");
+  }
+  const int shared = shared_with(args.num_stages, pad);
+  const int per_sm = std::max(1, std::min(device.shared_bytes_per_sm / (shared + kReservedSharedPerCta), 8));
+  const int grid = std::min(args.num_groups, device.num_sms * per_sm);
+  launch_kernel(launch, "mma_small", pad == 1 ? mma_small_kernel<true> : mma_small_kernel<false>, dim3(static_cast<unsigned>(grid)),
+                static_cast<unsigned>(args.num_slices * kWarp), static_cast<size_t>(shared), args);
+}
+
+int tile_groups(int num_tokens) { return num_tokens <= 16 ? 2 : num_tokens <= 32 ? 4 : 8; }
+
+void launch_mma_tile(const Launch &launch, MatmulArgs args, int num_row_groups, int num_slices_y) {
+  args.stage_bytes = largest_chunk(args);
+  const int groups = tile_groups(args.num_tokens);
+  int shared = kTileStages * mma_tile_stage_bytes(args.stage_bytes, groups);
+  if (args.epilogue == kSwiGlu) shared = std::max(shared, 64 * (8 * groups + 1) * 4);
+  const auto kernel = groups == 2 ? mma_tile_kernel<2> : groups == 4 ? mma_tile_kernel<4> : mma_tile_kernel<8>;
+  launch_kernel(launch, "mma_tile", kernel, dim3(static_cast<unsigned>(num_row_groups), static_cast<unsigned>(num_slices_y)),
+                kTileWarps * kWarp, static_cast<size_t>(shared), args);
+}
+
+int num_row_groups(const MatmulArgs &args) {
+  if (args.epilogue == kSwiGlu) return args.num_groups;
+  int groups = 0;
+  for (int i = 0; i < args.num_segments; ++i) groups += (args.segments[i].num_tiles + 3) / 4;
+  return groups;
+}
+
+// Products of more than 8 tokens spread the slices over CTAs where the rows alone would leave SMs idle. The choice looks at the matrix
+// only through its speed: partial sums are added up in the order in which one CTA would have.
+constexpr int64_t kPartialRows = 16384;
+bool uses_partials(int64_t rows) { return rows <= kPartialRows; }
+
+void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, int64_t num_rows) {
+  const int num_tokens = args.num_tokens;
+  for (int first = 0; first < num_tokens;) {
+    const int left = num_tokens - first;
+    args.first_token = first;
+    if (!launch.device->has_int8_mma) {
+      args.num_tokens = std::min(left, 8);
+      launch_gemv(launch, args);
+    } else if (left <= 8) {
+      args.num_tokens = left;
+      launch_mma_small(launch, args);
+    } else {
+      args.num_tokens = std::min(left, kMaxTileTokens);
+      if (product != nullptr && product->matrix->parts.size() == static_cast<size_t>(args.num_segments) && uses_partials(num_rows) &&
+          args.num_slices > 1) {
+        MatmulArgs partial = args;
+        partial.epilogue = kPartials;
+        partial.out = product->partials;
+        partial.out_stride = num_rows;
+        launch_mma_tile(launch, partial, num_row_groups(args), args.num_slices);
+        launch_kernel(launch, "combine_partials", combine_partials_kernel,
+                      dim3(static_cast<unsigned>((num_rows + 255) / 256), static_cast<unsigned>(args.num_tokens)), 256, 0,
+                      static_cast<const float *>(product->partials), args.num_slices, args.num_tokens, static_cast<int>(num_rows),
+                      args.out, args.out_stride, first, args.bias, args.epilogue == kAddTo);
+      } else {
+        launch_mma_tile(launch, args, num_row_groups(args), 1);
+      }
+    }
+    first += args.num_tokens;
+  }
+}
+
+void run_plain(const Launch &launch, const Product &product, const DeviceMatrix &matrix, int64_t out_row) {
+  PlainArgs args = {};
+  args.weights = matrix.data;
+  args.type = matrix.type;
+  args.num_rows = matrix.rows;
+  args.num_cols = matrix.cols;
+  args.act = *product.act;
+  args.out = product.out;
+  args.out_stride = product.out_stride;
+  args.out_row = static_cast<int>(out_row);
+  args.bias = product.bias;
+  args.is_added = product.is_added;
+  for (int first = 0; first < product.num_tokens; first += kActGroup) {
+    args.first_token = first;
+    args.num_tokens = std::min(kActGroup, product.num_tokens - first);
+    launch_kernel(launch, "plain_matmul", plain_matmul_kernel, dim3(static_cast<unsigned>((matrix.rows + 7) / 8)), 256, 0, args);
+  }
+}
+
+}  // namespace
+
+int64_t FusedMatrix::rows() const {
+  int64_t total = 0;
+  for (const DeviceMatrix &part : parts) total += part.rows;
+  return total;
+}
+
+SlicePlan slice_plan(int64_t cols) {
+  SlicePlan plan = {};
+  plan.num_units = static_cast<int>((cols + kUnitCols - 1) / kUnitCols);
+  plan.num_chunks = (plan.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
+  plan.chunks_per_slice = (plan.num_chunks + kMaxSlices - 1) / kMaxSlices;
+  plan.num_slices = (plan.num_chunks + plan.chunks_per_slice - 1) / plan.chunks_per_slice;
+  return plan;
+}
+
+uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens) {
+  if (num_tokens <= 8 || !uses_partials(matrix.rows())) return 0;
+  const int64_t tokens = std::min<int64_t>(num_tokens, kMaxTileTokens);
+  return static_cast<uint64_t>(slice_plan(matrix.cols()).num_slices * tokens * matrix.rows());
+}
+
+void prepare_matmul(const Device &device) {
+  const auto opt_in = [&](const void *kernel) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.max_shared_bytes), "set shared memory size");
+  };
+  for (const void *kernel :
+       {reinterpret_cast<const void *>(mma_small_kernel<true>), reinterpret_cast<const void *>(mma_small_kernel<false>),
+        reinterpret_cast<const void *>(mma_tile_kernel<2>), reinterpret_cast<const void *>(mma_tile_kernel<4>),
+        reinterpret_cast<const void *>(mma_tile_kernel<8>)}) {
+    opt_in(kernel);
+  }
+}
+
+void matmul(const Launch &launch, const Product &product) {
+  MatmulArgs args = {};
+  const FusedMatrix &matrix = *product.matrix;
+  set_slices(matrix.cols(), &args);
+  args.act = *product.act;
+  args.num_tokens = product.num_tokens;
+  args.epilogue = product.is_added ? kAddTo : kStore;
+  args.out = product.out;
+  args.out_stride = product.out_stride;
+  args.bias = product.bias;
+  int64_t row = 0;
+  for (const DeviceMatrix &part : matrix.parts) {
+    if (is_plain(part.type)) {
+      run_plain(launch, product, part, row);
+    } else {
+      const MatmulSegment segment = segment_of(part, row);
+      args.segments[args.num_segments++] = segment;
+      args.num_groups += segment.num_tiles;
+    }
+    row += part.rows;
+  }
+  if (args.num_segments > 0) run_tiles(launch, args, &product, row);
+}
+
+void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up, const ActView &act, int num_tokens,
+                   const ActView &act_out) {
+  MatmulArgs args = {};
+  set_slices(gate.cols, &args);
+  args.act = act;
+  args.num_tokens = num_tokens;
+  args.epilogue = kSwiGlu;
+  args.act_out = act_out;
+  args.segments[0] = segment_of(gate, 0);
+  args.segments[1] = segment_of(up, 0);
+  args.num_segments = 2;
+  args.num_groups = static_cast<int>(gate.rows / 32);
+  run_tiles(launch, args, nullptr, 0);
+}
+
+}  // namespace cuda
+}  // namespace xllm

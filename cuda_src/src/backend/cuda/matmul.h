@@ -1,0 +1,60 @@
+// Matrix products on the device: which kernel, which grid. The numbers do not depend on either (matmul_args.cuh).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+#include "backend/cuda/launch.h"
+
+namespace xllm {
+namespace cuda {
+
+struct ActView;
+
+// One matrix in device memory.
+struct DeviceMatrix {
+  const uint8_t *data = nullptr;  // tiles (planes.cuh), or rows where the type is plain
+  int type = -1;                  // WeightType
+  int64_t rows = 0, cols = 0;
+};
+
+// y = W x for matrices that share x, their rows one after the other in the output (Q|K|V).
+struct FusedMatrix {
+  std::vector<DeviceMatrix> parts;
+  int64_t rows() const;
+  int64_t cols() const { return parts.front().cols; }
+};
+
+// How K is cut (matmul_args.cuh): the slice is the shortest that leaves at most 8 of them.
+struct SlicePlan {
+  int num_units, num_chunks, chunks_per_slice, num_slices;
+};
+SlicePlan slice_plan(int64_t cols);
+
+// Where partial sums of products of more than 8 tokens go: f32, this many for one matrix.
+uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens);
+
+struct Product {
+  const FusedMatrix *matrix;
+  const ActView *act;
+  int num_tokens;
+  float *out;             // [num_tokens, out_stride] f32
+  int64_t out_stride;
+  const float *bias;      // [rows], or null
+  bool is_added;          // out += y
+  float *partials;        // partial_floats
+};
+
+// Opts all kernels in to the shared memory they use; once per device.
+void prepare_matmul(const Device &device);
+
+void matmul(const Launch &launch, const Product &product);
+
+// act_out = Q(silu(gate x) * (up x)), 32 outputs to a block; both matrices of tile types with the same number of rows.
+void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up, const ActView &act, int num_tokens,
+                   const ActView &act_out);
+
+}  // namespace cuda
+}  // namespace xllm

@@ -1,0 +1,14 @@
+// x += act * Wo; act = Q(rms_norm(x) * ffn_norm).
+#include "backend/cuda/cuda_backend.h"
+
+namespace xllm::cuda {
+
+void CudaBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int layer, const ForwardBatch & /*batch*/) {
+  CudaWorkspace &ws = as_cuda(ws_base);
+  if (records(ws, 4, layer)) return;
+  const CudaLayer &of = as_cuda(weights_base).layers[static_cast<size_t>(layer)];
+  add_product(ws, of.o, of.o_bias, ws.act_attention);
+  normalize(ws, of.ffn_norm);
+}
+
+}  // namespace xllm::cuda
