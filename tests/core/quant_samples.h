@@ -1,4 +1,5 @@
-// Rows of quant blocks for tests: random bytes with sane scales, and the worst ones a format can hold.
+// Rows of quant blocks for tests: random bytes with sane scales, and the worst ones a format can
+// hold.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +37,9 @@ class Random {
 };
 
 inline std::vector<DType> all_dtypes() {
-  return {DType::kF32,  DType::kF16,  DType::kBF16, DType::kQ4_0, DType::kQ4_1, DType::kQ5_0,   DType::kQ5_1,  DType::kQ8_0,
-          DType::kQ2_K, DType::kQ3_K, DType::kQ4_K, DType::kQ5_K, DType::kQ6_K, DType::kIQ4_NL, DType::kIQ4_XS};
+  return {DType::kF32,  DType::kF16,  DType::kBF16, DType::kQ4_0,   DType::kQ4_1,
+          DType::kQ5_0, DType::kQ5_1, DType::kQ8_0, DType::kQ2_K,   DType::kQ3_K,
+          DType::kQ4_K, DType::kQ5_K, DType::kQ6_K, DType::kIQ4_NL, DType::kIQ4_XS};
 }
 
 inline bool is_plain_float(DType dtype) {
@@ -77,7 +79,8 @@ enum class Sample {
 };
 
 inline std::vector<Sample> all_samples() {
-  return {Sample::kRandom, Sample::kMaxCodes, Sample::kZeroCodes, Sample::kSubnormal, Sample::kLargeScale};
+  return {Sample::kRandom, Sample::kMaxCodes, Sample::kZeroCodes, Sample::kSubnormal,
+          Sample::kLargeScale};
 }
 
 inline void put_half(uint8_t *p, float value) {
@@ -86,9 +89,11 @@ inline void put_half(uint8_t *p, float value) {
 }
 
 // `rows` rows of `cols` elements of any type, finite throughout.
-inline std::vector<uint8_t> make_rows(DType dtype, int rows, int cols, Sample sample, uint64_t seed) {
+inline std::vector<uint8_t> make_rows(DType dtype, int rows, int cols, Sample sample,
+                                      uint64_t seed) {
   Random random(seed);
-  std::vector<uint8_t> bytes(static_cast<size_t>(rows) * dtype_bytes(dtype, static_cast<uint64_t>(cols)));
+  std::vector<uint8_t> bytes(static_cast<size_t>(rows) *
+                             dtype_bytes(dtype, static_cast<uint64_t>(cols)));
   const auto amplitude = [&] {
     switch (sample) {
       case Sample::kSubnormal:
@@ -106,7 +111,8 @@ inline std::vector<uint8_t> make_rows(DType dtype, int rows, int cols, Sample sa
       if (dtype == DType::kF32) {
         std::memcpy(&bytes[4 * i], &value, 4);
       } else {
-        const uint16_t half = dtype == DType::kF16 ? float_to_half(value) : float_to_bfloat16(value);
+        const uint16_t half =
+            dtype == DType::kF16 ? float_to_half(value) : float_to_bfloat16(value);
         std::memcpy(&bytes[2 * i], &half, 2);
       }
     }

@@ -34,7 +34,8 @@ struct Hierarchy {
 };
 
 // The folder's files, from the process's group up to the mount.
-void for_each_level(const Hierarchy &hierarchy, const std::function<void(const std::string &)> &visit) {
+void for_each_level(const Hierarchy &hierarchy,
+                    const std::function<void(const std::string &)> &visit) {
   std::string path = hierarchy.path;
   while (path.size() > 1) {
     visit(hierarchy.mount + path);
@@ -54,7 +55,7 @@ bool has_word(const std::string &list, const std::string &word) {
 }
 
 struct Mount {
-  std::string root;   // the cgroup that the mount point shows
+  std::string root;  // the cgroup that the mount point shows
   std::string point;
   bool is_v2;
 };
@@ -70,7 +71,8 @@ bool find_mount(const std::string &root, const std::string &controller, Mount *o
     std::string id, parent, device, mount_root, point, type, source, options;
     head >> id >> parent >> device >> mount_root >> point;
     tail >> type >> source >> options;
-    if (controller.empty() ? type == "cgroup2" : type == "cgroup" && has_word(options, controller)) {
+    if (controller.empty() ? type == "cgroup2"
+                           : type == "cgroup" && has_word(options, controller)) {
       *out = {mount_root, point, controller.empty()};
       return true;
     }
@@ -78,7 +80,8 @@ bool find_mount(const std::string &root, const std::string &controller, Mount *o
   return false;
 }
 
-// The process's hierarchy for a controller; v2 where `controller` is empty. False where there is none.
+// The process's hierarchy for a controller; v2 where `controller` is empty. False where there is
+// none.
 bool find_hierarchy(const std::string &root, const std::string &controller, Hierarchy *out) {
   Mount mount;
   if (!find_mount(root, controller, &mount)) return false;
@@ -91,9 +94,11 @@ bool find_hierarchy(const std::string &root, const std::string &controller, Hier
     const std::string controllers = line.substr(first + 1, second - first - 1);
     std::string path = line.substr(second + 1);
     if (controller.empty() ? !controllers.empty() : !has_word(controllers, controller)) continue;
-    // A container often sees its own group as the root of the mount while /proc still names it from the host's root.
+    // A container often sees its own group as the root of the mount while /proc still names it from
+    // the host's root.
     if (mount.root.size() > 1) {
-      path = path.compare(0, mount.root.size(), mount.root) == 0 ? path.substr(mount.root.size()) : "/";
+      path = path.compare(0, mount.root.size(), mount.root) == 0 ? path.substr(mount.root.size())
+                                                                 : "/";
     }
     if (path.empty() || path[0] != '/' || path.find("/..") != std::string::npos) path = "/";
     *out = {root + mount.point, path};
@@ -113,7 +118,8 @@ double cpu_quota(const std::string &root) {
       double limit = 0, period = 0;
       if (!read_line(folder + "/cpu.max", &line)) return;
       std::istringstream text(line);
-      if (text >> limit >> period && limit > 0 && period > 0) quota = std::min(quota, limit / period);
+      if (text >> limit >> period && limit > 0 && period > 0)
+        quota = std::min(quota, limit / period);
     });
   }
   if (find_hierarchy(root, "cpu", &hierarchy)) {
@@ -155,7 +161,8 @@ int physical_cores(const std::string &root) {
     if (!(text >> first)) continue;
     if (!(text >> dash >> last)) last = first;
     for (int cpu = first; cpu <= last && cpu - first < (1 << 16); ++cpu) {
-      const std::string folder = root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+      const std::string folder =
+          root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
       double package = 0, core = 0;
       if (!read_number(folder + "core_id", &core)) continue;
       read_number(folder + "physical_package_id", &package);
@@ -203,7 +210,8 @@ CpuLimits read_cpu_limits(const std::string &root, int affinity_cpus) {
 
 MemoryLimits read_memory_limits(const std::string &root) {
   MemoryLimits limits = {meminfo_bytes(root, "MemTotal"), meminfo_bytes(root, "MemAvailable")};
-  const auto apply = [&](const std::string &folder, const char *limit_file, const char *usage_file, const char *reclaimable) {
+  const auto apply = [&](const std::string &folder, const char *limit_file, const char *usage_file,
+                         const char *reclaimable) {
     double limit = 0, usage = 0;
     if (!read_number(folder + limit_file, &limit)) return;
     if (limits.total_bytes != 0 && limit >= static_cast<double>(limits.total_bytes)) return;

@@ -9,10 +9,11 @@
 namespace xllm {
 namespace {
 
-// About 20 us of spinning on current machines: longer than the gap between two stages of a step, far shorter than a scheduler's
-// time slice.
+// About 20 us of spinning on current machines: longer than the gap between two stages of a step,
+// far shorter than a scheduler's time slice.
 constexpr int kSpins = 1000;
-// Then give the time slice to whoever wants it, so that a machine with more threads than free cores goes on working.
+// Then give the time slice to whoever wants it, so that a machine with more threads than free cores
+// goes on working.
 constexpr int kYields = 50;
 
 inline void pause_cpu() {
@@ -45,8 +46,8 @@ ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num
     for (int i = 1; i < num_threads_; ++i) threads_.emplace_back([this, i] { worker(i); });
   } catch (const std::system_error &error) {
     stop();
-    throw Error(Status::kIo, "cannot start " + std::to_string(num_threads_) + " threads: " + error.what() +
-                                 "; ask for fewer threads");
+    throw Error(Status::kIo, "cannot start " + std::to_string(num_threads_) +
+                                 " threads: " + error.what() + "; ask for fewer threads");
   }
 }
 
@@ -64,16 +65,20 @@ void ThreadPool::stop() {
 
 void ThreadPool::run(Call call, const void *context, int64_t num_chunks) {
   const auto round = static_cast<uint32_t>(ticket_.load(std::memory_order_relaxed) >> 32) + 1;
-  // Chunk 2^32 - 1 of the new round closes the counter while the work is written; a late worker then takes nothing.
+  // Chunk 2^32 - 1 of the new round closes the counter while the work is written; a late worker
+  // then takes nothing.
   ticket_.store(uint64_t{round} << 32 | 0xffffffffu);
   call_.store(call, std::memory_order_relaxed);
   context_.store(context, std::memory_order_relaxed);
   num_chunks_.store(num_chunks, std::memory_order_relaxed);
   num_done_.store(0, std::memory_order_relaxed);
-  // Sequentially consistent with num_asleep_: a worker that is about to sleep has either been counted, or sees the new round.
+  // Sequentially consistent with num_asleep_: a worker that is about to sleep has either been
+  // counted, or sees the new round.
   ticket_.store(uint64_t{round} << 32);
   if (num_asleep_.load() > 0) {
-    { const std::lock_guard<std::mutex> lock(mutex_); }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }
     wake_.notify_all();
   }
   take_chunks(round, 0);
@@ -87,9 +92,13 @@ void ThreadPool::take_chunks(uint32_t round, int thread) {
     const Call call = call_.load(std::memory_order_relaxed);
     const void *context = context_.load(std::memory_order_relaxed);
     const auto chunk = static_cast<int64_t>(ticket & 0xffffffffu);
-    if (static_cast<uint32_t>(ticket >> 32) != round || chunk >= num_chunks_.load(std::memory_order_relaxed)) return;
+    if (static_cast<uint32_t>(ticket >> 32) != round ||
+        chunk >= num_chunks_.load(std::memory_order_relaxed))
+      return;
     // Success means that the round has not changed since, so what was read above belongs to it.
-    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                       std::memory_order_acquire))
+      continue;
     call(context, chunk, thread);
     num_done_.fetch_add(1, std::memory_order_release);
     ticket = ticket_.load(std::memory_order_acquire);
@@ -97,7 +106,9 @@ void ThreadPool::take_chunks(uint32_t round, int thread) {
 }
 
 void ThreadPool::wait_for_work(uint32_t seen) {
-  const auto is_new = [&] { return static_cast<uint32_t>(ticket_.load() >> 32) != seen || is_stopping_.load(); };
+  const auto is_new = [&] {
+    return static_cast<uint32_t>(ticket_.load() >> 32) != seen || is_stopping_.load();
+  };
   if (spin_until(is_new)) return;
   std::unique_lock<std::mutex> lock(mutex_);
   num_asleep_.fetch_add(1);
@@ -111,8 +122,11 @@ void ThreadPool::worker(int thread) {
     wait_for_work(seen);
     if (is_stopping_.load()) return;
     seen = static_cast<uint32_t>(ticket_.load() >> 32);
-    // The counter may still be closed for an instant; spinning on it is cheaper than missing the round.
-    spin_until([&] { return ticket_.load(std::memory_order_acquire) != (uint64_t{seen} << 32 | 0xffffffffu); });
+    // The counter may still be closed for an instant; spinning on it is cheaper than missing the
+    // round.
+    spin_until([&] {
+      return ticket_.load(std::memory_order_acquire) != (uint64_t{seen} << 32 | 0xffffffffu);
+    });
     take_chunks(seen, thread);
   }
 }

@@ -22,14 +22,16 @@ void Activations::reserve(Allocator *allocator, int num_tokens, int cols) {
 
 ActRow Activations::row(int token) const {
   const int64_t blocks = cols_ / 32;
-  return {f(token), q_ + int64_t{token} * cols_, d_ + token * blocks, ds_ + token * blocks, sum_ + token * blocks * 2};
+  return {f(token), q_ + int64_t{token} * cols_, d_ + token * blocks, ds_ + token * blocks,
+          sum_ + token * blocks * 2};
 }
 
 void Activations::quantize(const Kernels &kernels, int token, int first, int count) const {
   if (cols_ % 32 != 0) return;
   const int64_t blocks = cols_ / 32, b = first / 32;
-  kernels.quantize(f(token) + first, count, q_ + int64_t{token} * cols_ + first, d_ + token * blocks + b,
-                   ds_ + token * blocks + b, sum_ + (token * blocks + b) * 2);
+  kernels.quantize(f(token) + first, count, q_ + int64_t{token} * cols_ + first,
+                   d_ + token * blocks + b, ds_ + token * blocks + b,
+                   sum_ + (token * blocks + b) * 2);
 }
 
 }  // namespace xllm::cpu

@@ -8,7 +8,8 @@
 
 namespace xllm::cpu {
 
-// [num_tokens, cols] in f32 and, where cols is a multiple of 32, as int8 with scales. Both are kept: a file mixes tensor types.
+// [num_tokens, cols] in f32 and, where cols is a multiple of 32, as int8 with scales. Both are
+// kept: a file mixes tensor types.
 class Activations {
  public:
   static uint64_t bytes_per_token(int cols);
@@ -19,7 +20,8 @@ class Activations {
   int cols() const { return cols_; }
   float *f(int token) const { return f_ + int64_t{token} * cols_; }
   ActRow row(int token) const;
-  // Fills the int8 form of columns [first, first + count), multiples of 32, from the f32 form. Nothing where cols is no multiple.
+  // Fills the int8 form of columns [first, first + count), multiples of 32, from the f32 form.
+  // Nothing where cols is no multiple.
   void quantize(const Kernels &kernels, int token, int first, int count) const;
   void quantize(const Kernels &kernels, int token) const { quantize(kernels, token, 0, cols_); }
 

@@ -1,6 +1,7 @@
-// act = Q(softmax(q k^T * scale) v) over each row's cached keys: online softmax (arXiv:1805.02867) over tiles of kKeyTile keys whose
-// boundaries are absolute positions, so a row's additions depend on its position alone. A tile is read from the cache once for all
-// rows and heads of a piece of work; no scratch grows with the context.
+// act = Q(softmax(q k^T * scale) v) over each row's cached keys: online softmax (arXiv:1805.02867)
+// over tiles of kKeyTile keys whose boundaries are absolute positions, so a row's additions depend
+// on its position alone. A tile is read from the cache once for all rows and heads of a piece of
+// work; no scratch grows with the context.
 #include <algorithm>
 #include <cmath>
 
@@ -10,8 +11,8 @@
 namespace xllm::cpu {
 namespace {
 
-// One piece of work: rows [first_row, first_row + num_rows) of one sequence by heads [first_head, first_head + num_heads), which
-// share a KV head.
+// One piece of work: rows [first_row, first_row + num_rows) of one sequence by heads [first_head,
+// first_head + num_heads), which share a KV head.
 struct Piece {
   int seq;
   int first_row, num_rows;
@@ -27,16 +28,19 @@ struct Inputs {
 };
 
 // Keys [lo, hi) of the tile at `start` as f32 rows of k and v, through the block table.
-void load_tile(const Inputs &in, const Piece &piece, int start, int lo, int hi, float *k, float *v) {
+void load_tile(const Inputs &in, const Piece &piece, int start, int lo, int hi, float *k,
+               float *v) {
   const KvView &kv = *in.kv;
   const int block_size = kv.layout.block_size, head_dim = kv.layout.head_dim;
   const int kv_head = piece.first_head / (in.dims->num_heads / in.dims->num_kv_heads);
-  const int32_t *table =
-      in.batch->block_tables.data() + static_cast<size_t>(piece.seq) * static_cast<size_t>(in.batch->max_blocks);
+  const int32_t *table = in.batch->block_tables.data() +
+                         static_cast<size_t>(piece.seq) * static_cast<size_t>(in.batch->max_blocks);
   for (int j = lo; j < hi; ++j) {
     const int block = table[(start + j) / block_size], offset = (start + j) % block_size;
-    in.kernels->load_kv(kv.layout, kv.k_page(in.layer, block, kv_head), offset, k + int64_t{j} * head_dim);
-    in.kernels->load_kv(kv.layout, kv.v_page(in.layer, block, kv_head), offset, v + int64_t{j} * head_dim);
+    in.kernels->load_kv(kv.layout, kv.k_page(in.layer, block, kv_head), offset,
+                        k + int64_t{j} * head_dim);
+    in.kernels->load_kv(kv.layout, kv.v_page(in.layer, block, kv_head), offset,
+                        v + int64_t{j} * head_dim);
   }
 }
 
@@ -49,8 +53,11 @@ void attend_piece(const Inputs &in, const Piece &piece, CpuWorkspace &ws, float 
   const ModelDims &dims = *in.dims;
   const int head_dim = dims.head_dim;
   float *k = scratch, *v = k + int64_t{kKeyTile} * head_dim;
-  float *max = v + int64_t{kKeyTile} * head_dim, *denominator = max + piece.num_rows * piece.num_heads;
-  const auto out_row = [&](int r) { return ws.attn_act().f(piece.first_row + r) + int64_t{piece.first_head} * head_dim; };
+  float *max = v + int64_t{kKeyTile} * head_dim,
+        *denominator = max + piece.num_rows * piece.num_heads;
+  const auto out_row = [&](int r) {
+    return ws.attn_act().f(piece.first_row + r) + int64_t{piece.first_head} * head_dim;
+  };
 
   for (int r = 0; r < piece.num_rows; ++r) {
     std::fill_n(out_row(r), piece.num_heads * head_dim, 0.0f);
@@ -62,7 +69,8 @@ void attend_piece(const Inputs &in, const Piece &piece, CpuWorkspace &ws, float 
   const int last = positions[piece.num_rows - 1];
   const int first = first_key(dims, positions[0]);
   for (int start = first / kKeyTile * kKeyTile; start <= last; start += kKeyTile) {
-    load_tile(in, piece, start, std::max(0, first - start), std::min(kKeyTile, last + 1 - start), k, v);
+    load_tile(in, piece, start, std::max(0, first - start), std::min(kKeyTile, last + 1 - start), k,
+              v);
     for (int r = 0; r < piece.num_rows; ++r) {
       const int lo = std::max(0, first_key(dims, positions[r]) - start);
       const int hi = std::min(kKeyTile, positions[r] + 1 - start);
@@ -70,8 +78,9 @@ void attend_piece(const Inputs &in, const Piece &piece, CpuWorkspace &ws, float 
       for (int h = 0; h < piece.num_heads; ++h) {
         const int i = r * piece.num_heads + h;
         AttentionState state = {max[i], denominator[i], out_row(r) + int64_t{h} * head_dim};
-        in.kernels->attend_tile(ws.q(piece.first_row + r) + int64_t{piece.first_head + h} * head_dim, k, v, head_dim, lo, hi,
-                                dims.attention_scale, &state);
+        in.kernels->attend_tile(
+            ws.q(piece.first_row + r) + int64_t{piece.first_head + h} * head_dim, k, v, head_dim,
+            lo, hi, dims.attention_scale, &state);
         max[i] = state.max;
         denominator[i] = state.denominator;
       }
@@ -88,8 +97,8 @@ void attend_piece(const Inputs &in, const Piece &piece, CpuWorkspace &ws, float 
 
 }  // namespace
 
-void CpuBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer, const KvView &kv,
-                           const ForwardBatch &batch) {
+void CpuBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer,
+                           const KvView &kv, const ForwardBatch &batch) {
   CpuWorkspace &ws = as_cpu(ws_base);
   const CpuWeights &weights = as_cpu(weights_base);
   const ModelDims &dims = weights.dims();
@@ -124,11 +133,14 @@ void CpuBackend::attention(Workspace &ws_base, const WeightSet &weights_base, in
     attend_piece(in, piece, ws, ws.thread_scratch(thread));
     if (!is_raw || !can_quantize_heads) return;
     for (int r = 0; r < piece.num_rows; ++r) {
-      ws.attn_act().quantize(*kernels_, piece.first_row + r, piece.first_head * dims.head_dim, heads * dims.head_dim);
+      ws.attn_act().quantize(*kernels_, piece.first_row + r, piece.first_head * dims.head_dim,
+                             heads * dims.head_dim);
     }
   });
   if (is_raw && !can_quantize_heads) {
-    pool_.parallel_for(batch.num_tokens(), [&](int64_t t, int) { ws.attn_act().quantize(*kernels_, static_cast<int>(t)); });
+    pool_.parallel_for(batch.num_tokens(), [&](int64_t t, int) {
+      ws.attn_act().quantize(*kernels_, static_cast<int>(t));
+    });
   }
   ws.last_act = &ws.attn_act();
 }

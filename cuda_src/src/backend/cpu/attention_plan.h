@@ -1,4 +1,5 @@
-// How attention is cut into pieces of work. No effect on results: a (row, head) pair is computed on its own.
+// How attention is cut into pieces of work. No effect on results: a (row, head) pair is computed on
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@ namespace xllm::cpu {
 // Consecutive rows of a sequence that share a tile of keys once it is f32.
 constexpr int kQueryRows = 8;
 
-// f32 scratch of one thread: a tile of keys, one of values, and maximum and denominator of each (row, head) of its piece.
+// f32 scratch of one thread: a tile of keys, one of values, and maximum and denominator of each
+// (row, head) of its piece.
 inline int64_t attention_scratch_floats(const ModelDims &dims) {
   const int64_t group = dims.num_heads / dims.num_kv_heads;
   return int64_t{2} * kKeyTile * dims.head_dim + 2 * kQueryRows * group;

@@ -1,4 +1,5 @@
-// One tile of keys against one query, over eight lanes L. kernels.h states the order. Internal linkage: see lanes_scalar.h.
+// One tile of keys against one query, over eight lanes L. kernels.h states the order. Internal
+// linkage: see lanes_scalar.h.
 #pragma once
 
 #include <cmath>
@@ -31,9 +32,11 @@ inline typename L::F score_lanes(const float *q, const float *k, int head_dim) {
   return L::sums(dots);
 }
 
-// out[c..] = out[c..] * correction, then += p * v over keys [lo, hi); N vectors of channels at once.
+// out[c..] = out[c..] * correction, then += p * v over keys [lo, hi); N vectors of channels at
+// once.
 template <typename L, int N>
-inline void add_values(const float *p, const float *v, int head_dim, int lo, int hi, float correction, float *out) {
+inline void add_values(const float *p, const float *v, int head_dim, int lo, int hi,
+                       float correction, float *out) {
   using F = typename L::F;
   F acc[N];
   const F factor = L::set1(correction);
@@ -47,8 +50,8 @@ inline void add_values(const float *p, const float *v, int head_dim, int lo, int
 }
 
 template <typename L>
-inline void attend_tile_lanes(const float *q, const float *k, const float *v, int head_dim, int lo, int hi, float scale,
-                              AttentionState *state) {
+inline void attend_tile_lanes(const float *q, const float *k, const float *v, int head_dim, int lo,
+                              int hi, float scale, AttentionState *state) {
   using F = typename L::F;
   float p[kKeyTile];
   F best = L::set1(state->max);
@@ -57,7 +60,8 @@ inline void attend_tile_lanes(const float *q, const float *k, const float *v, in
       L::store(p + j, L::set1(-HUGE_VALF));
       continue;
     }
-    L::store(p + j, L::mul(score_lanes<L>(q, k + static_cast<int64_t>(j) * head_dim, head_dim), L::set1(scale)));
+    L::store(p + j, L::mul(score_lanes<L>(q, k + static_cast<int64_t>(j) * head_dim, head_dim),
+                           L::set1(scale)));
     for (int i = j; i < j + 8; ++i) {
       if (i < lo || i >= hi) p[i] = -HUGE_VALF;
     }
@@ -83,11 +87,14 @@ inline void attend_tile_lanes(const float *q, const float *k, const float *v, in
 
   float *out = state->out;
   int c = 0;
-  for (; c + 64 <= head_dim; c += 64) add_values<L, 8>(p, v + c, head_dim, lo, hi, correction[0], out + c);
-  for (; c + 8 <= head_dim; c += 8) add_values<L, 1>(p, v + c, head_dim, lo, hi, correction[0], out + c);
+  for (; c + 64 <= head_dim; c += 64)
+    add_values<L, 8>(p, v + c, head_dim, lo, hi, correction[0], out + c);
+  for (; c + 8 <= head_dim; c += 8)
+    add_values<L, 1>(p, v + c, head_dim, lo, hi, correction[0], out + c);
   for (; c < head_dim; ++c) {
     float acc = out[c] * correction[0];
-    for (int j = lo; j < hi; ++j) acc = std::fma(p[j], v[static_cast<int64_t>(j) * head_dim + c], acc);
+    for (int j = lo; j < hi; ++j)
+      acc = std::fma(p[j], v[static_cast<int64_t>(j) * head_dim + c], acc);
     out[c] = acc;
   }
 }

@@ -1,8 +1,9 @@
-// What a quant block says, type by type, as integers and scales: the one place of the CPU backend that takes bits apart. The
-// dequantiser and the scalar dot products read these; the vector kernels are held to them byte by byte.
+// What a quant block says, type by type, as integers and scales: the one place of the CPU backend
+// that takes bits apart. The dequantiser and the scalar dot products read these; the vector kernels
+// are held to them byte by byte.
 //
-// A plain block of 32 is x = d * q + m. A super-block of 256 is x = (d * scale) * q - (dmin * min), with scale and min per 16
-// elements (types that share them between 32 repeat them).
+// A plain block of 32 is x = d * q + m. A super-block of 256 is x = (d * scale) * q - (dmin * min),
+// with scale and min per 16 elements (types that share them between 32 repeat them).
 #pragma once
 
 #include <cstdint>
@@ -142,7 +143,8 @@ inline void decode_scales_k4(const uint8_t packed[12], SuperCodes *out) {
   }
 }
 
-// Four-bit codes of q4_k and q5_k: 32 bytes hold sub-block 2p in the low and 2p + 1 in the high nibbles.
+// Four-bit codes of q4_k and q5_k: 32 bytes hold sub-block 2p in the low and 2p + 1 in the high
+// nibbles.
 inline void unpack_nibbles_k4(const uint8_t qs[128], int8_t q[256]) {
   for (int e = 0; e < kSuperBlock; ++e) {
     const int byte = qs[e / 64 * 32 + e % 32];

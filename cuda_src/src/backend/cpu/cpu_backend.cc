@@ -37,25 +37,28 @@ DeviceMemory CpuBackend::memory() const {
   if (memory_limit_ != 0) {
     const uint64_t used = allocator_.used_bytes();
     memory.total_bytes = std::min(memory.total_bytes, memory_limit_);
-    memory.free_bytes = std::min(memory.free_bytes, used < memory_limit_ ? memory_limit_ - used : 0);
+    memory.free_bytes =
+        std::min(memory.free_bytes, used < memory_limit_ ? memory_limit_ - used : 0);
   }
   return memory;
 }
 
-BackendPlan CpuBackend::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, int max_step_tokens,
-                             int max_seqs) const {
+BackendPlan CpuBackend::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                             int max_step_tokens, int max_seqs) const {
   check_tensors(dims, tensors);
   const WeightBytes bytes = plan_weight_bytes(tensors, form);
   BackendPlan plan;
   plan.weight_bytes = bytes.own;
   plan.mapped_bytes = bytes.mapped;
-  plan.scratch_bytes = CpuWorkspace::plan_bytes(dims, pool_.num_threads(), max_step_tokens, max_seqs);
+  plan.scratch_bytes =
+      CpuWorkspace::plan_bytes(dims, pool_.num_threads(), max_step_tokens, max_seqs);
   plan.table_bytes = (dims.rope.coarse.size() + dims.rope.fine.size()) * sizeof(float);
   return plan;
 }
 
-std::unique_ptr<WeightSet> CpuBackend::load_weights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
-                                                    const std::function<void(uint64_t, uint64_t)> &progress) {
+std::unique_ptr<WeightSet> CpuBackend::load_weights(
+    const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+    const std::function<void(uint64_t, uint64_t)> &progress) {
   check_tensors(dims, tensors);
   return std::make_unique<CpuWeights>(dims, tensors, form, &allocator_, &pool_, progress);
 }
@@ -75,8 +78,8 @@ void CpuBackend::normalize(CpuWorkspace &ws, const CpuWeights &weights, const Ve
   ws.last_act = &act;
 }
 
-void CpuBackend::add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix, const Vector &bias,
-                             const Activations &act, const Vector &norm) {
+void CpuBackend::add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix,
+                             const Vector &bias, const Activations &act, const Vector &norm) {
   const Product product = {&matrix, ws.sum(0), weights.dims().hidden_size};
   multiply(pool_, *kernels_, &product, 1, act, nullptr, ws.num_tokens(),
            [&](int, int first_row, int num_rows, int first_token, int num_tokens) {
@@ -95,7 +98,8 @@ void CpuBackend::copy_blocks(const KvView &kv, Span<const int32_t> src, Span<con
   XLLM_DCHECK(src.size() == dst.size());
   const uint64_t size = kv.layout.block_bytes();
   for (size_t i = 0; i < src.size(); ++i) {
-    std::memcpy(kv.base + static_cast<uint64_t>(dst[i]) * size, kv.base + static_cast<uint64_t>(src[i]) * size, size);
+    std::memcpy(kv.base + static_cast<uint64_t>(dst[i]) * size,
+                kv.base + static_cast<uint64_t>(src[i]) * size, size);
   }
 }
 
@@ -115,6 +119,8 @@ void CpuBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out) 
   }
 }
 
-std::unique_ptr<Backend> make_cpu_backend(const BackendOptions &options) { return std::make_unique<CpuBackend>(options); }
+std::unique_ptr<Backend> make_cpu_backend(const BackendOptions &options) {
+  return std::make_unique<CpuBackend>(options);
+}
 
 }  // namespace xllm::cpu

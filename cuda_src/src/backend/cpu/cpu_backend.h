@@ -1,5 +1,6 @@
-// The CPU as a device: raw quantised blocks straight from the file's map times int8 activations (batched API), or f32 copies times
-// f32 activations (per-slot API). The stages are in the file of their name.
+// The CPU as a device: raw quantised blocks straight from the file's map times int8 activations
+// (batched API), or f32 copies times f32 activations (per-slot API). The stages are in the file of
+// their name.
 #pragma once
 
 #include <memory>
@@ -22,16 +23,20 @@ class CpuBackend : public Backend {
   DeviceMemory memory() const override;
   Allocator &allocator() override { return allocator_; }
 
-  BackendPlan plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, int max_step_tokens,
-                   int max_seqs) const override;
-  std::unique_ptr<WeightSet> load_weights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
-                                          const std::function<void(uint64_t, uint64_t)> &progress) override;
+  BackendPlan plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                   int max_step_tokens, int max_seqs) const override;
+  std::unique_ptr<WeightSet> load_weights(
+      const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+      const std::function<void(uint64_t, uint64_t)> &progress) override;
   std::unique_ptr<Workspace> make_workspace(const WeightSet &weights, int max_seqs) override;
 
   void embed(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
-  void qkv(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv, const ForwardBatch &batch) override;
-  void attention(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv, const ForwardBatch &batch) override;
-  void o_proj(Workspace &ws, const WeightSet &weights, int layer, const ForwardBatch &batch) override;
+  void qkv(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv,
+           const ForwardBatch &batch) override;
+  void attention(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv,
+                 const ForwardBatch &batch) override;
+  void o_proj(Workspace &ws, const WeightSet &weights, int layer,
+              const ForwardBatch &batch) override;
   void ffn(Workspace &ws, const WeightSet &weights, int layer, const ForwardBatch &batch) override;
   void head(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
 
@@ -43,8 +48,8 @@ class CpuBackend : public Backend {
   // act = Q(rms_norm(x)) of every row, for the next product.
   void normalize(CpuWorkspace &ws, const CpuWeights &weights, const Vector &norm);
   // x += act * w (+ bias), then normalize.
-  void add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix, const Vector &bias,
-                   const Activations &act, const Vector &norm);
+  void add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix,
+                   const Vector &bias, const Activations &act, const Vector &norm);
 
   HostAllocator allocator_;
   ThreadPool pool_;
@@ -54,7 +59,9 @@ class CpuBackend : public Backend {
 };
 
 inline CpuWorkspace &as_cpu(Workspace &ws) { return static_cast<CpuWorkspace &>(ws); }
-inline const CpuWeights &as_cpu(const WeightSet &weights) { return static_cast<const CpuWeights &>(weights); }
+inline const CpuWeights &as_cpu(const WeightSet &weights) {
+  return static_cast<const CpuWeights &>(weights);
+}
 
 // Throws what CpuBackend's constructor throws.
 std::unique_ptr<Backend> make_cpu_backend(const BackendOptions &options);

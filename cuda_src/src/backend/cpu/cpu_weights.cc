@@ -18,7 +18,8 @@ uint64_t copy_bytes(const MatrixView &tensor) {
 template <typename Visit>
 void for_each_matrix(const ModelTensors &tensors, const Visit &visit) {
   for (const LayerTensors &layer : tensors.layers) {
-    for (const MatrixView *tensor : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
+    for (const MatrixView *tensor :
+         {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) {
       visit(*tensor);
     }
   }
@@ -28,8 +29,9 @@ void for_each_matrix(const ModelTensors &tensors, const Visit &visit) {
 template <typename Visit>
 void for_each_vector(const ModelTensors &tensors, const Visit &visit) {
   for (const LayerTensors &layer : tensors.layers) {
-    for (const MatrixView *tensor : {&layer.attn_norm, &layer.q_bias, &layer.k_bias, &layer.v_bias, &layer.q_norm,
-                                     &layer.k_norm, &layer.o_bias, &layer.ffn_norm}) {
+    for (const MatrixView *tensor :
+         {&layer.attn_norm, &layer.q_bias, &layer.k_bias, &layer.v_bias, &layer.q_norm,
+          &layer.k_norm, &layer.o_bias, &layer.ffn_norm}) {
       visit(*tensor);
     }
   }
@@ -47,7 +49,8 @@ WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form) {
       bytes.mapped += tensor.size_bytes();
     }
   });
-  const bool is_read_by_head = tensors.head.data == tensors.embedding.data && !needs_copy(tensors.head, form);
+  const bool is_read_by_head =
+      tensors.head.data == tensors.embedding.data && !needs_copy(tensors.head, form);
   if (!is_read_by_head) bytes.mapped += tensors.embedding.size_bytes();
   for_each_vector(tensors, [&](const MatrixView &tensor) {
     if (tensor) bytes.own += copy_bytes(tensor);
@@ -84,8 +87,9 @@ Vector CpuWeights::take_vector(const MatrixView &tensor) {
   return vector;
 }
 
-CpuWeights::CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, Allocator *allocator,
-                       ThreadPool *pool, const std::function<void(uint64_t, uint64_t)> &progress)
+CpuWeights::CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                       Allocator *allocator, ThreadPool *pool,
+                       const std::function<void(uint64_t, uint64_t)> &progress)
     : dims_(dims), form_(form), embedding_(tensors.embedding) {
   uint64_t total = 0, done = 0;
   for_each_matrix(tensors, [&](const MatrixView &tensor) { total += tensor.size_bytes(); });

@@ -1,4 +1,5 @@
-// The weights of a model as the CPU computes with them: views of the file's map (raw form) or f32 copies of our own (dequantised).
+// The weights of a model as the CPU computes with them: views of the file's map (raw form) or f32
+// copies of our own (dequantised).
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,9 @@ struct Matrix {
   uint64_t row_bytes = 0;
   const uint8_t *data = nullptr;
 
-  bool is_float() const { return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16; }
+  bool is_float() const {
+    return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+  }
   const uint8_t *row(int64_t r) const { return data + static_cast<uint64_t>(r) * row_bytes; }
 };
 
@@ -39,8 +42,10 @@ struct Layer {
 
 class CpuWeights : public WeightSet {
  public:
-  // `tensors` has passed check_tensors and its map outlives this object. Dequantised copies come from `allocator`.
-  CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, Allocator *allocator, ThreadPool *pool,
+  // `tensors` has passed check_tensors and its map outlives this object. Dequantised copies come
+  // from `allocator`.
+  CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+             Allocator *allocator, ThreadPool *pool,
              const std::function<void(uint64_t, uint64_t)> &progress);
 
   WeightForm form() const override { return form_; }

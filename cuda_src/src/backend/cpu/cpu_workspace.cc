@@ -29,13 +29,17 @@ int64_t CpuWorkspace::thread_scratch_floats(const ModelDims &dims) {
 }
 
 CpuWorkspace::CpuWorkspace(const ModelDims &dims, Allocator *allocator, int num_threads)
-    : dims_(dims), allocator_(allocator), scratch_(allocator, floats(thread_scratch_floats(dims) * num_threads)) {}
+    : dims_(dims),
+      allocator_(allocator),
+      scratch_(allocator, floats(thread_scratch_floats(dims) * num_threads)) {}
 
-uint64_t CpuWorkspace::plan_bytes(const ModelDims &dims, int num_threads, int num_tokens, int num_logits) {
+uint64_t CpuWorkspace::plan_bytes(const ModelDims &dims, int num_threads, int num_tokens,
+                                  int num_logits) {
   const uint64_t per_token = row_bytes(dims) + Activations::bytes_per_token(dims.hidden_size) +
                              Activations::bytes_per_token(dims.num_heads * dims.head_dim) +
                              Activations::bytes_per_token(dims.intermediate_size);
-  return per_token * static_cast<uint64_t>(num_tokens) + floats(int64_t{num_logits} * dims.vocab_size) +
+  return per_token * static_cast<uint64_t>(num_tokens) +
+         floats(int64_t{num_logits} * dims.vocab_size) +
          floats(thread_scratch_floats(dims) * num_threads);
 }
 
@@ -60,7 +64,8 @@ void CpuWorkspace::reserve(int num_tokens, int num_logits) {
 
 uint64_t CpuWorkspace::size_bytes() const {
   uint64_t total = hidden_act_.size_bytes() + attn_act_.size_bytes() + ffn_act_.size_bytes();
-  for (const Buffer *buffer : {&x_, &q_, &k_, &v_, &cos_sin_, &sum_, &logits_, &scratch_}) total += buffer->size_bytes();
+  for (const Buffer *buffer : {&x_, &q_, &k_, &v_, &cos_sin_, &sum_, &logits_, &scratch_})
+    total += buffer->size_bytes();
   return total;
 }
 

@@ -13,9 +13,11 @@ class CpuWorkspace : public Workspace {
   CpuWorkspace(const ModelDims &dims, Allocator *allocator, int num_threads);
 
   // Bytes for a step of num_tokens rows with num_logits rows of logits.
-  static uint64_t plan_bytes(const ModelDims &dims, int num_threads, int num_tokens, int num_logits);
+  static uint64_t plan_bytes(const ModelDims &dims, int num_threads, int num_tokens,
+                             int num_logits);
 
-  // Makes room for a step; allocates only when it is the largest so far. Contents are lost when it grows.
+  // Makes room for a step; allocates only when it is the largest so far. Contents are lost when it
+  // grows.
   void reserve(int num_tokens, int num_logits);
 
   uint64_t size_bytes() const override;
@@ -23,20 +25,33 @@ class CpuWorkspace : public Workspace {
   int num_logits() const { return num_logits_; }
 
   // Row pointers, all f32.
-  float *x(int token) const { return x_.data<float>() + int64_t{token} * dims_.hidden_size; }  // residual
-  float *q(int token) const { return q_.data<float>() + int64_t{token} * q_width(); }          // [num_heads, head_dim]
-  float *k(int token) const { return k_.data<float>() + int64_t{token} * kv_width(); }         // [num_kv_heads, head_dim]
+  float *x(int token) const {
+    return x_.data<float>() + int64_t{token} * dims_.hidden_size;
+  }  // residual
+  float *q(int token) const {
+    return q_.data<float>() + int64_t{token} * q_width();
+  }  // [num_heads, head_dim]
+  float *k(int token) const {
+    return k_.data<float>() + int64_t{token} * kv_width();
+  }  // [num_kv_heads, head_dim]
   float *v(int token) const { return v_.data<float>() + int64_t{token} * kv_width(); }
-  float *cos_sin(int token) const { return cos_sin_.data<float>() + int64_t{token} * dims_.rope.rotary_dim; }
+  float *cos_sin(int token) const {
+    return cos_sin_.data<float>() + int64_t{token} * dims_.rope.rotary_dim;
+  }
   float *logits(int row) const { return logits_.data<float>() + int64_t{row} * dims_.vocab_size; }
-  float *sum(int token) const { return sum_.data<float>() + int64_t{token} * dims_.hidden_size; }  // a product to be added to x
+  float *sum(int token) const {
+    return sum_.data<float>() + int64_t{token} * dims_.hidden_size;
+  }                                                  // a product to be added to x
   Activations &hidden_act() { return hidden_act_; }  // [hidden] normalised residual
   Activations &attn_act() { return attn_act_; }      // [num_heads * head_dim] attention's output
   Activations &ffn_act() { return ffn_act_; }        // [intermediate] silu(gate) * up
   const Activations *last_act = nullptr;             // what the last stage left, for taps
 
-  // Floats that each thread has for itself: attention's key and value tiles and states, or a piece of gate and up.
-  float *thread_scratch(int thread) const { return scratch_.data<float>() + thread * thread_scratch_floats(dims_); }
+  // Floats that each thread has for itself: attention's key and value tiles and states, or a piece
+  // of gate and up.
+  float *thread_scratch(int thread) const {
+    return scratch_.data<float>() + thread * thread_scratch_floats(dims_);
+  }
   static int64_t thread_scratch_floats(const ModelDims &dims);
 
  private:

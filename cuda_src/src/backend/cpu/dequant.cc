@@ -27,7 +27,8 @@ void dequantize_super(const void *row, int64_t cols, bool has_min, float *out) {
     SuperCodes codes;
     decode(blocks[b], &codes);
     for (int i = 0; i < kSuperBlock; ++i) {
-      const float product = (codes.d * static_cast<float>(codes.scale[i / 16])) * static_cast<float>(codes.q[i]);
+      const float product =
+          (codes.d * static_cast<float>(codes.scale[i / 16])) * static_cast<float>(codes.q[i]);
       out[i] = has_min ? product - codes.dmin * static_cast<float>(codes.min[i / 16]) : product;
     }
   }
@@ -41,10 +42,12 @@ void dequantize_row(DType dtype, const void *row, int64_t cols, float *out) {
       std::memcpy(out, row, static_cast<size_t>(cols) * sizeof(float));
       return;
     case DType::kF16:
-      for (int64_t i = 0; i < cols; ++i) out[i] = half_to_float(static_cast<const uint16_t *>(row)[i]);
+      for (int64_t i = 0; i < cols; ++i)
+        out[i] = half_to_float(static_cast<const uint16_t *>(row)[i]);
       return;
     case DType::kBF16:
-      for (int64_t i = 0; i < cols; ++i) out[i] = bfloat16_to_float(static_cast<const uint16_t *>(row)[i]);
+      for (int64_t i = 0; i < cols; ++i)
+        out[i] = bfloat16_to_float(static_cast<const uint16_t *>(row)[i]);
       return;
     case DType::kQ4_0:
       return dequantize_plain<BlockQ4_0>(row, cols, false, out);

@@ -7,8 +7,9 @@
 
 namespace xllm::cpu {
 
-// Writes `cols` (a whole number of quant blocks) elements of one row to out. Bit-equal to the `gguf` Python package's dequantiser,
-// which is the reference's: unfused, (d * scale) * q - (dmin * min).
+// Writes `cols` (a whole number of quant blocks) elements of one row to out. Bit-equal to the
+// `gguf` Python package's dequantiser, which is the reference's: unfused, (d * scale) * q - (dmin *
+// min).
 void dequantize_row(DType dtype, const void *row, int64_t cols, float *out);
 
 }  // namespace xllm::cpu

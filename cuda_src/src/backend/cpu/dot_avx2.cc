@@ -1,8 +1,10 @@
-// Products of quantised weights with AVX2: eight weight rows at a time, one per 32-bit lane, so that a row's f32 terms are lanes of
-// one fma. The codes of eight rows are unpacked once for up to four tokens.
+// Products of quantised weights with AVX2: eight weight rows at a time, one per 32-bit lane, so
+// that a row's f32 terms are lanes of one fma. The codes of eight rows are unpacked once for up to
+// four tokens.
 //
-// Index symbols: r weight row of the eight, t token, b quant block or super-block, s 32 elements of a super-block.
-// Bound: at one token the memory's bandwidth (about 100 instructions per 8 x 32 weights), above it the multiply ports.
+// Index symbols: r weight row of the eight, t token, b quant block or super-block, s 32 elements of
+// a super-block. Bound: at one token the memory's bandwidth (about 100 instructions per 8 x 32
+// weights), above it the multiply ports.
 #include "backend/cpu/dot_avx2.h"
 
 #include <immintrin.h>
@@ -21,51 +23,61 @@ struct RowPointers {
   const uint8_t *p[kRows];
 };
 
-// Memory that will be read next: eight rows side by side are too many streams for the hardware to follow, so the next eight are
-// asked for while these are computed, as the one contiguous piece that they are.
+// Memory that will be read next: eight rows side by side are too many streams for the hardware to
+// follow, so the next eight are asked for while these are computed, as the one contiguous piece
+// that they are.
 struct Ahead {
   const uint8_t *next;
 
   void advance(int size_bytes) {
     if (next == nullptr) return;
-    for (int i = 0; i < size_bytes; i += 64) _mm_prefetch(reinterpret_cast<const char *>(next + i), _MM_HINT_T0);
+    for (int i = 0; i < size_bytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char *>(next + i), _MM_HINT_T0);
     next += size_bytes;
   }
 };
 
-inline __m128i load16(const uint8_t *p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
+inline __m128i load16(const uint8_t *p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+}
 inline __m256i load32(const void *p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }
 
 // ---- from eight vectors of codes to eight sums ----
 
-// How far the products may be added in 16 bits. kSmall: unsigned codes up to 31 (eight products fit); kMedium: up to 63 (four fit);
-// kSigned: any int8 but the activations' -128, which do not occur.
+// How far the products may be added in 16 bits. kSmall: unsigned codes up to 31 (eight products
+// fit); kMedium: up to 63 (four fit); kSigned: any int8 but the activations' -128, which do not
+// occur.
 enum class Codes { kSmall, kMedium, kSigned };
 
 // Sums of four products, eight lanes of i32, in element order.
 template <Codes kCodes>
 inline __m256i sum_fours(__m256i w, __m256i a) {
-  const __m256i pairs = kCodes == Codes::kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w))
-                                                 : _mm256_maddubs_epi16(w, a);
+  const __m256i pairs = kCodes == Codes::kSigned
+                            ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w))
+                            : _mm256_maddubs_epi16(w, a);
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-// Adds neighbouring lanes of x and y: [x0+x1, x2+x3, y0+y1, y2+y3] in each half. With 16-bit packing where the values fit.
+// Adds neighbouring lanes of x and y: [x0+x1, x2+x3, y0+y1, y2+y3] in each half. With 16-bit
+// packing where the values fit.
 template <bool kFits16>
 inline __m256i add_neighbors(__m256i x, __m256i y) {
   if (kFits16) return _mm256_madd_epi16(_mm256_packs_epi32(x, y), _mm256_set1_epi16(1));
   return _mm256_hadd_epi32(x, y);
 }
 
-// The dots of eight rows with one token's 32: elements 0 to 15 in *first, 16 to 31 in *second, row r in lane r.
+// The dots of eight rows with one token's 32: elements 0 to 15 in *first, 16 to 31 in *second, row
+// r in lane r.
 template <Codes kCodes>
 inline void dot_rows(const __m256i w[kRows], __m256i a, __m256i *first, __m256i *second) {
   constexpr bool kFourFit = kCodes != Codes::kSigned, kEightFit = kCodes == Codes::kSmall;
   __m256i q[2];
   for (int i = 0; i < 2; ++i) {
     const __m256i *v = w + 4 * i;
-    const __m256i x = add_neighbors<kFourFit>(sum_fours<kCodes>(v[0], a), sum_fours<kCodes>(v[1], a));
-    const __m256i y = add_neighbors<kFourFit>(sum_fours<kCodes>(v[2], a), sum_fours<kCodes>(v[3], a));
+    const __m256i x =
+        add_neighbors<kFourFit>(sum_fours<kCodes>(v[0], a), sum_fours<kCodes>(v[1], a));
+    const __m256i y =
+        add_neighbors<kFourFit>(sum_fours<kCodes>(v[2], a), sum_fours<kCodes>(v[3], a));
     q[i] = add_neighbors<kEightFit>(x, y);
   }
   *first = _mm256_permute2x128_si256(q[0], q[1], 0x20);
@@ -99,7 +111,8 @@ inline __m256 load_halves(const RowPointers &rows, int64_t offset) {
 }
 
 // Two neighbouring f16 of each row.
-inline void load_half_pairs(const RowPointers &rows, int64_t offset, __m256 *first, __m256 *second) {
+inline void load_half_pairs(const RowPointers &rows, int64_t offset, __m256 *first,
+                            __m256 *second) {
   const auto four = [&](int r) {
     __m128i v = _mm_cvtsi32_si128(static_cast<int>(load_u32(rows.p[r] + offset)));
     v = _mm_insert_epi32(v, static_cast<int>(load_u32(rows.p[r + 1] + offset)), 1);
@@ -111,8 +124,8 @@ inline void load_half_pairs(const RowPointers &rows, int64_t offset, __m256 *fir
   *second = _mm256_cvtph_ps(_mm_packus_epi32(_mm_srli_epi32(low, 16), _mm_srli_epi32(high, 16)));
 }
 
-// Eight bytes of each row to eight vectors of eight rows: out[2 * i] holds byte 2i of the rows in its lower and byte 2i + 1 in its
-// upper eight bytes.
+// Eight bytes of each row to eight vectors of eight rows: out[2 * i] holds byte 2i of the rows in
+// its lower and byte 2i + 1 in its upper eight bytes.
 inline void transpose_bytes(const uint64_t rows[kRows], __m128i out[4]) {
   const auto pair = [&](int r) {
     return _mm_unpacklo_epi8(_mm_cvtsi64_si128(static_cast<long long>(rows[r])),
@@ -138,7 +151,8 @@ inline __m256i unpack_nibbles(const uint8_t *qs) {
 
 // Bit i of a 32-bit number to bit 4 of byte i.
 inline __m256i spread_fifth_bits(uint32_t bits) {
-  const __m256i byte_of = _mm256_setr_epi64x(0x0000000000000000, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i byte_of = _mm256_setr_epi64x(0x0000000000000000, 0x0101010101010101,
+                                             0x0202020202020202, 0x0303030303030303);
   const __m256i bit_of = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
   const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), byte_of);
   const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
@@ -147,12 +161,14 @@ inline __m256i spread_fifth_bits(uint32_t bits) {
 
 inline __m256i iq4_values(__m256i nibbles) {
   static constexpr int8_t kValues[16] = XLLM_IQ4_VALUES;
-  const __m256i table = _mm256_broadcastsi128_si256(load16(reinterpret_cast<const uint8_t *>(kValues)));
+  const __m256i table =
+      _mm256_broadcastsi128_si256(load16(reinterpret_cast<const uint8_t *>(kValues)));
   return _mm256_shuffle_epi8(table, nibbles);
 }
 
 // ---- plain blocks ----
-// Each type: bytes of a block, whether it has a min, what its codes are above the value they stand for, and how they are unpacked.
+// Each type: bytes of a block, whether it has a min, what its codes are above the value they stand
+// for, and how they are unpacked.
 
 struct Q4_0 {
   static constexpr int kBytes = sizeof(BlockQ4_0), kOffset = 8;
@@ -231,18 +247,23 @@ struct PlainProduct {
 };
 
 // ---- super-blocks ----
-// Each type: where d and dmin lie, how its codes are unpacked, and its scales: per 32 (kPer32) or per 16 elements.
+// Each type: where d and dmin lie, how its codes are unpacked, and its scales: per 32 (kPer32) or
+// per 16 elements.
 
-// The scales of eight rows, as f32: an integer times an integer sum below 2^24 is exact in f32 too. mins as i16 pairs per lane where
-// they are per 16, as f32 where they are per 32.
+// The scales of eight rows, as f32: an integer times an integer sum below 2^24 is exact in f32 too.
+// mins as i16 pairs per lane where they are per 16, as f32 where they are per 32.
 struct SuperScales {
   __m256 scale[16];
   __m256 min32[8];
   __m256i min16[8];
 };
 
-inline __m256 bytes_to_float(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
-inline __m256 signed_bytes_to_float(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
+inline __m256 bytes_to_float(__m128i bytes) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+}
+inline __m256 signed_bytes_to_float(__m128i bytes) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
 
 struct KScales {
   uint64_t scale;
@@ -254,7 +275,8 @@ inline KScales unpack_scales_k4(const uint8_t *packed) {
   const uint32_t a = load_u32(packed), b = load_u32(packed + 4), c = load_u32(packed + 8);
   const uint32_t scale_high = (c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u);
   const uint32_t min_high = ((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u);
-  return {(a & 0x3f3f3f3fu) | uint64_t{scale_high} << 32, (b & 0x3f3f3f3fu) | uint64_t{min_high} << 32};
+  return {(a & 0x3f3f3f3fu) | uint64_t{scale_high} << 32,
+          (b & 0x3f3f3f3fu) | uint64_t{min_high} << 32};
 }
 
 inline void load_scales_k4(const RowPointers &rows, int64_t offset, SuperScales *out) {
@@ -302,7 +324,9 @@ struct Q4_K {
   static constexpr Min kMin = Min::kPer32;
   static constexpr Codes kCodes = Codes::kSmall;
   static __m256i codes(const uint8_t *block, int s) { return nibbles_k4(block + 16, s); }
-  static void scales(const RowPointers &rows, int64_t offset, SuperScales *out) { load_scales_k4(rows, offset + 4, out); }
+  static void scales(const RowPointers &rows, int64_t offset, SuperScales *out) {
+    load_scales_k4(rows, offset + 4, out);
+  }
 };
 
 struct Q5_K {
@@ -313,9 +337,12 @@ struct Q5_K {
   static __m256i codes(const uint8_t *block, int s) {
     const __m256i bit = _mm256_set1_epi8(static_cast<char>(1 << s));
     const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(load32(block + 16), bit), bit);
-    return _mm256_or_si256(nibbles_k4(block + 48, s), _mm256_and_si256(is_set, _mm256_set1_epi8(16)));
+    return _mm256_or_si256(nibbles_k4(block + 48, s),
+                           _mm256_and_si256(is_set, _mm256_set1_epi8(16)));
   }
-  static void scales(const RowPointers &rows, int64_t offset, SuperScales *out) { load_scales_k4(rows, offset + 4, out); }
+  static void scales(const RowPointers &rows, int64_t offset, SuperScales *out) {
+    load_scales_k4(rows, offset + 4, out);
+  }
 };
 
 struct Q6_K {
@@ -326,7 +353,8 @@ struct Q6_K {
   static __m256i codes(const uint8_t *block, int s) {
     const int half = s / 4, k = s % 4;
     const __m256i low_bytes = load32(block + 64 * half + 32 * (k % 2));
-    const __m256i low = _mm256_and_si256(k < 2 ? low_bytes : _mm256_srli_epi16(low_bytes, 4), _mm256_set1_epi8(15));
+    const __m256i low =
+        _mm256_and_si256(k < 2 ? low_bytes : _mm256_srli_epi16(low_bytes, 4), _mm256_set1_epi8(15));
     const __m256i high_bytes = load32(block + 128 + 32 * half);
     // Bits 2k, 2k + 1 to bits 4, 5.
     const __m256i high = k == 0   ? _mm256_slli_epi16(high_bytes, 4)
@@ -393,7 +421,8 @@ struct Q3_K {
       const uint32_t low[2] = {load_u32(packed), load_u32(packed + 4)};
       const uint32_t high = load_u32(packed + 8);
       for (int i = 0; i < 4; ++i) {  // scales 4i to 4i + 3
-        const uint32_t four = ((i < 2 ? low[i] : low[i - 2] >> 4) & 0x0f0f0f0fu) | ((high >> (2 * i)) & 0x03030303u) << 4;
+        const uint32_t four = ((i < 2 ? low[i] : low[i - 2] >> 4) & 0x0f0f0f0fu) |
+                              ((high >> (2 * i)) & 0x03030303u) << 4;
         std::memcpy(bytes[r] + 4 * i, &four, 4);
       }
       const __m128i scale = _mm_sub_epi8(load16(bytes[r]), _mm_set1_epi8(32));
@@ -408,14 +437,17 @@ struct IQ4_XS {
   static constexpr bool kPer32 = true;
   static constexpr Min kMin = Min::kNone;
   static constexpr Codes kCodes = Codes::kSigned;
-  static __m256i codes(const uint8_t *block, int s) { return iq4_values(unpack_nibbles(block + 8 + 16 * s)); }
+  static __m256i codes(const uint8_t *block, int s) {
+    return iq4_values(unpack_nibbles(block + 8 + 16 * s));
+  }
   static void scales(const RowPointers &rows, int64_t offset, SuperScales *out) {
     uint64_t scale[kRows];
     for (int r = 0; r < kRows; ++r) {
       const uint8_t *block = rows.p[r] + offset;
       // Nibble s and bits 2s of two bytes, to byte s.
       const uint64_t low = _pdep_u64(load_u32(block + 4), 0x0f0f0f0f0f0f0f0fu);
-      const uint64_t high = _pdep_u64(static_cast<uint64_t>(load_u16(block + 2)), 0x3030303030303030u);
+      const uint64_t high =
+          _pdep_u64(static_cast<uint64_t>(load_u16(block + 2)), 0x3030303030303030u);
       scale[r] = low | high;
     }
     __m128i s[4];
@@ -431,8 +463,8 @@ struct IQ4_XS {
 
 // One 32 of a super-block; kS is a constant so that the shifts of codes() are.
 template <typename Type, int T, int kS>
-inline void add_sub_block(const RowPointers &rows, int64_t offset, const ActRow *acts, int b, const SuperScales &scales,
-                          __m256 inner[T], __m256 least[T]) {
+inline void add_sub_block(const RowPointers &rows, int64_t offset, const ActRow *acts, int b,
+                          const SuperScales &scales, __m256 inner[T], __m256 least[T]) {
   const int a = 8 * b + kS;  // the activations' block
   __m256i w[kRows];
   for (int r = 0; r < kRows; ++r) w[r] = Type::codes(rows.p[r] + offset, kS);
@@ -445,7 +477,8 @@ inline void add_sub_block(const RowPointers &rows, int64_t offset, const ActRow 
     } else {
       if (Type::kOffset != 0) {
         first = _mm256_sub_epi32(first, _mm256_set1_epi32(Type::kOffset * acts[t].sum[2 * a]));
-        second = _mm256_sub_epi32(second, _mm256_set1_epi32(Type::kOffset * acts[t].sum[2 * a + 1]));
+        second =
+            _mm256_sub_epi32(second, _mm256_set1_epi32(Type::kOffset * acts[t].sum[2 * a + 1]));
       }
       // Exact: both products and their sum are integers below 2^24.
       sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(second), scales.scale[2 * kS + 1],
@@ -453,7 +486,8 @@ inline void add_sub_block(const RowPointers &rows, int64_t offset, const ActRow 
     }
     const __m256 d = _mm256_broadcast_ss(acts[t].d + a);
     inner[t] = _mm256_fmadd_ps(d, sum, inner[t]);
-    if (Type::kMin == Min::kPer32) least[t] = _mm256_fmadd_ps(_mm256_broadcast_ss(acts[t].ds + a), scales.min32[kS], least[t]);
+    if (Type::kMin == Min::kPer32)
+      least[t] = _mm256_fmadd_ps(_mm256_broadcast_ss(acts[t].ds + a), scales.min32[kS], least[t]);
     if (Type::kMin == Min::kPer16) {
       int pair;
       std::memcpy(&pair, acts[t].sum + 2 * a, sizeof pair);
@@ -496,8 +530,8 @@ struct SuperProduct {
 
 // Eight rows (num_rows of them wanted) by T tokens.
 template <typename Product, int T>
-void multiply_rows(const RowPointers &rows, int num_rows, const ActRow *acts, int cols, Ahead ahead, float *out,
-                   int64_t out_stride) {
+void multiply_rows(const RowPointers &rows, int num_rows, const ActRow *acts, int cols, Ahead ahead,
+                   float *out, int64_t out_stride) {
   Product product;
   for (int t = 0; t < T; ++t) product.acc[t] = _mm256_setzero_ps();
   for (int b = 0; b < cols / Product::kElements; ++b) {
@@ -516,17 +550,20 @@ void multiply_rows(const RowPointers &rows, int num_rows, const ActRow *acts, in
 }
 
 template <template <typename, int> class Product, typename Type>
-void dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts, int num_tokens, int cols, float *out,
-         int64_t out_stride) {
+void dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+         int num_tokens, int cols, float *out, int64_t out_stride) {
   for (int r = 0; r < num_rows; r += kRows) {
     const int count = num_rows - r < kRows ? num_rows - r : kRows;
     RowPointers rows;
     // Lanes beyond the last row compute it again.
-    for (int i = 0; i < kRows; ++i) rows.p[i] = weights + static_cast<uint64_t>(r + (i < count ? i : count - 1)) * row_bytes;
-    Ahead ahead = {r + kRows < num_rows ? weights + static_cast<uint64_t>(r + kRows) * row_bytes : nullptr};
+    for (int i = 0; i < kRows; ++i)
+      rows.p[i] = weights + static_cast<uint64_t>(r + (i < count ? i : count - 1)) * row_bytes;
+    Ahead ahead = {r + kRows < num_rows ? weights + static_cast<uint64_t>(r + kRows) * row_bytes
+                                        : nullptr};
     int t = 0;
     for (; t + 4 <= num_tokens; t += 4, ahead.next = nullptr) {
-      multiply_rows<Product<Type, 4>, 4>(rows, count, acts + t, cols, ahead, out + t * out_stride + r, out_stride);
+      multiply_rows<Product<Type, 4>, 4>(rows, count, acts + t, cols, ahead,
+                                         out + t * out_stride + r, out_stride);
     }
     float *rest = out + t * out_stride + r;
     switch (num_tokens - t) {

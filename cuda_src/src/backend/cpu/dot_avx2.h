@@ -1,4 +1,5 @@
-// The products of quantised weights with AVX2. No inline code: this header is read by files of other instruction sets too.
+// The products of quantised weights with AVX2. No inline code: this header is read by files of
+// other instruction sets too.
 #pragma once
 
 #include "backend/cpu/kernels.h"

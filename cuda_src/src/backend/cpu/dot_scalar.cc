@@ -14,10 +14,11 @@ int dot_codes(const int8_t *a, const int8_t *b, int count) {
 }
 
 template <typename Block, bool kHasMin>
-void dot_plain(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts, int num_tokens, int cols,
-               float *out, int64_t out_stride) {
+void dot_plain(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+               int num_tokens, int cols, float *out, int64_t out_stride) {
   for (int r = 0; r < num_rows; ++r) {
-    const auto *blocks = reinterpret_cast<const Block *>(weights + static_cast<uint64_t>(r) * row_bytes);
+    const auto *blocks =
+        reinterpret_cast<const Block *>(weights + static_cast<uint64_t>(r) * row_bytes);
     float acc[kTokenTile] = {};
     for (int b = 0; b < cols / kQuantBlock; ++b) {
       PlainCodes codes;
@@ -35,10 +36,11 @@ void dot_plain(const uint8_t *weights, uint64_t row_bytes, int num_rows, const A
 enum class Min { kNone, kPer32, kPer16 };
 
 template <typename Block, Min kMin>
-void dot_super(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts, int num_tokens, int cols,
-               float *out, int64_t out_stride) {
+void dot_super(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+               int num_tokens, int cols, float *out, int64_t out_stride) {
   for (int r = 0; r < num_rows; ++r) {
-    const auto *blocks = reinterpret_cast<const Block *>(weights + static_cast<uint64_t>(r) * row_bytes);
+    const auto *blocks =
+        reinterpret_cast<const Block *>(weights + static_cast<uint64_t>(r) * row_bytes);
     float acc[kTokenTile] = {};
     for (int b = 0; b < cols / kSuperBlock; ++b) {
       SuperCodes codes;
@@ -51,9 +53,11 @@ void dot_super(const uint8_t *weights, uint64_t row_bytes, int num_rows, const A
           const int sum = codes.scale[2 * s] * dot_codes(codes.q + 32 * s, q, 16) +
                           codes.scale[2 * s + 1] * dot_codes(codes.q + 32 * s + 16, q + 16, 16);
           inner = std::fma(acts[t].d[a], static_cast<float>(sum), inner);
-          if (kMin == Min::kPer32) least = std::fma(acts[t].ds[a], static_cast<float>(codes.min[2 * s]), least);
+          if (kMin == Min::kPer32)
+            least = std::fma(acts[t].ds[a], static_cast<float>(codes.min[2 * s]), least);
           if (kMin == Min::kPer16) {
-            const int mins = codes.min[2 * s] * acts[t].sum[2 * a] + codes.min[2 * s + 1] * acts[t].sum[2 * a + 1];
+            const int mins = codes.min[2 * s] * acts[t].sum[2 * a] +
+                             codes.min[2 * s + 1] * acts[t].sum[2 * a + 1];
             least = std::fma(acts[t].d[a], static_cast<float>(mins), least);
           }
         }

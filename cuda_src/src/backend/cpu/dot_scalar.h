@@ -1,4 +1,5 @@
-// The products of quantised weights in plain C++, over the codes of block_codes.h: the truth that vector sets are held to.
+// The products of quantised weights in plain C++, over the codes of block_codes.h: the truth that
+// vector sets are held to.
 #pragma once
 
 #include "backend/cpu/kernels.h"

@@ -1,4 +1,5 @@
-// x = E[token]; act = Q(rms_norm(x)). Also the rotation of each row's position, which all layers share.
+// x = E[token]; act = Q(rms_norm(x)). Also the rotation of each row's position, which all layers
+// share.
 #include <cmath>
 
 #include "backend/cpu/cpu_backend.h"
@@ -8,7 +9,8 @@
 namespace xllm::cpu {
 namespace {
 
-// cos and sin of a position [rotary_dim / 2, 2]: the coarse angle plus the fine one, as a product of complex numbers.
+// cos and sin of a position [rotary_dim / 2, 2]: the coarse angle plus the fine one, as a product
+// of complex numbers.
 void combine_tables(const RopeTables &rope, int position, float *cos_sin) {
   const int64_t width = rope.rotary_dim;
   const float *coarse = rope.coarse.data() + position / RopeTables::kFine * width;
@@ -21,18 +23,22 @@ void combine_tables(const RopeTables &rope, int position, float *cos_sin) {
 
 }  // namespace
 
-void CpuBackend::embed(Workspace &ws_base, const WeightSet &weights_base, const ForwardBatch &batch) {
+void CpuBackend::embed(Workspace &ws_base, const WeightSet &weights_base,
+                       const ForwardBatch &batch) {
   CpuWorkspace &ws = as_cpu(ws_base);
   const CpuWeights &weights = as_cpu(weights_base);
   ws.reserve(batch.num_tokens(), batch.num_logits());
   const MatrixView &embedding = weights.embedding();
   for (const int32_t id : batch.token_ids) {
-    if (id < 0) throw Error(Status::kInternal, "batch: the CPU samples on the host, a token id was left to the device");
+    if (id < 0)
+      throw Error(Status::kInternal,
+                  "batch: the CPU samples on the host, a token id was left to the device");
   }
   pool_.parallel_for(batch.num_tokens(), [&](int64_t t, int) {
     const auto row = static_cast<size_t>(t);
     const int token = static_cast<int>(t);
-    dequantize_row(embedding.dtype, embedding.row(batch.token_ids[row]), embedding.cols, ws.x(token));
+    dequantize_row(embedding.dtype, embedding.row(batch.token_ids[row]), embedding.cols,
+                   ws.x(token));
     combine_tables(weights.dims().rope, batch.positions[row], ws.cos_sin(token));
   });
   normalize(ws, weights, weights.layer(0).attn_norm);

@@ -6,7 +6,8 @@
 
 namespace xllm::cpu {
 
-void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int layer_index, const ForwardBatch &batch) {
+void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int layer_index,
+                     const ForwardBatch &batch) {
   CpuWorkspace &ws = as_cpu(ws_base);
   const CpuWeights &weights = as_cpu(weights_base);
   const ModelDims &dims = weights.dims();
@@ -15,7 +16,8 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
   const int num_tokens = batch.num_tokens();
   const bool is_raw = weights.form() == WeightForm::kRaw;
 
-  // A chunk owns the same rows of gate and up, and turns them into one quantised block of h while they are in the core's cache.
+  // A chunk owns the same rows of gate and up, and turns them into one quantised block of h while
+  // they are in the core's cache.
   const int64_t row_chunks = (dims.intermediate_size + kFfnRows - 1) / kFfnRows;
   const int64_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
   pool_.parallel_for(row_chunks * token_blocks, [&](int64_t chunk, int thread) {
@@ -24,8 +26,10 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
     const int first_token = static_cast<int>(chunk / row_chunks) * kTokenBlock;
     const int count = std::min(kTokenBlock, num_tokens - first_token);
     float *gate = ws.thread_scratch(thread), *up = gate + kFfnRows * kTokenBlock;
-    multiply_chunk(*kernels_, layer.gate, first_row, num_rows, ws.hidden_act(), nullptr, first_token, count, gate, kFfnRows);
-    multiply_chunk(*kernels_, layer.up, first_row, num_rows, ws.hidden_act(), nullptr, first_token, count, up, kFfnRows);
+    multiply_chunk(*kernels_, layer.gate, first_row, num_rows, ws.hidden_act(), nullptr,
+                   first_token, count, gate, kFfnRows);
+    multiply_chunk(*kernels_, layer.up, first_row, num_rows, ws.hidden_act(), nullptr, first_token,
+                   count, up, kFfnRows);
     for (int t = 0; t < count; ++t) {
       const int token = first_token + t;
       kernels_->silu_mul(gate + t * kFfnRows, up + t * kFfnRows, num_rows, h.f(token) + first_row);
@@ -34,7 +38,8 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
   });
 
   const bool is_last = layer_index + 1 == dims.num_layers;
-  const Vector &next_norm = is_last ? weights.output_norm() : weights.layer(layer_index + 1).attn_norm;
+  const Vector &next_norm =
+      is_last ? weights.output_norm() : weights.layer(layer_index + 1).attn_norm;
   add_product(ws, weights, layer.down, {}, h, next_norm);
 }
 

@@ -1,5 +1,5 @@
-// Products with f32, f16 and bf16 weights over eight lanes L: R rows by T tokens at a time, each with its 16 partial sums.
-// Internal linkage: see lanes_scalar.h.
+// Products with f32, f16 and bf16 weights over eight lanes L: R rows by T tokens at a time, each
+// with its 16 partial sums. Internal linkage: see lanes_scalar.h.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct BF16Weights {
 };
 
 template <typename L, typename W, int R, int T>
-inline void float_dot_tile(const uint8_t *weights, uint64_t row_bytes, const ActRow *acts, int cols, float *out,
-                           int64_t out_stride) {
+inline void float_dot_tile(const uint8_t *weights, uint64_t row_bytes, const ActRow *acts, int cols,
+                           float *out, int64_t out_stride) {
   using F = typename L::F;
   using Element = typename W::Element;
   F low[R][T], high[R][T];
@@ -73,28 +73,30 @@ inline void float_dot_tile(const uint8_t *weights, uint64_t row_bytes, const Act
 }
 
 template <typename L, typename W, int R>
-inline void float_dot_rows(const uint8_t *weights, uint64_t row_bytes, const ActRow *acts, int num_tokens, int cols,
-                           float *out, int64_t out_stride) {
+inline void float_dot_rows(const uint8_t *weights, uint64_t row_bytes, const ActRow *acts,
+                           int num_tokens, int cols, float *out, int64_t out_stride) {
   int t = 0;
   for (; t + 2 <= num_tokens; t += 2) {
-    float_dot_tile<L, W, R, 2>(weights, row_bytes, acts + t, cols, out + t * out_stride, out_stride);
+    float_dot_tile<L, W, R, 2>(weights, row_bytes, acts + t, cols, out + t * out_stride,
+                               out_stride);
   }
   if (t < num_tokens) {
-    float_dot_tile<L, W, R, 1>(weights, row_bytes, acts + t, cols, out + t * out_stride, out_stride);
+    float_dot_tile<L, W, R, 1>(weights, row_bytes, acts + t, cols, out + t * out_stride,
+                               out_stride);
   }
 }
 
 template <typename L, typename W>
-inline void float_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts, int num_tokens,
-                      int cols, float *out, int64_t out_stride) {
+inline void float_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+                      int num_tokens, int cols, float *out, int64_t out_stride) {
   int r = 0;
   for (; r + 2 <= num_rows; r += 2) {
-    float_dot_rows<L, W, 2>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts, num_tokens, cols, out + r,
-                            out_stride);
+    float_dot_rows<L, W, 2>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts,
+                            num_tokens, cols, out + r, out_stride);
   }
   if (r < num_rows) {
-    float_dot_rows<L, W, 1>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts, num_tokens, cols, out + r,
-                            out_stride);
+    float_dot_rows<L, W, 1>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts,
+                            num_tokens, cols, out + r, out_stride);
   }
 }
 

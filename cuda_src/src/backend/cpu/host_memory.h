@@ -8,8 +8,9 @@
 
 namespace xllm::cpu {
 
-// Blocks of whole pages come from the system untouched and unreserved, so that a large pool costs nothing until it is used; small
-// ones from the heap. All aligned to 256. Counts what it has handed out and keeps it below a limit.
+// Blocks of whole pages come from the system untouched and unreserved, so that a large pool costs
+// nothing until it is used; small ones from the heap. All aligned to 256. Counts what it has handed
+// out and keeps it below a limit.
 class HostAllocator : public Allocator {
  public:
   // limit_bytes 0: none of its own.

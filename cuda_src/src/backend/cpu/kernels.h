@@ -1,10 +1,15 @@
-// The arithmetic of the CPU backend behind one table of functions per instruction set, chosen once at creation.
+// The arithmetic of the CPU backend behind one table of functions per instruction set, chosen once
+// at creation.
 //
-// Every set gives equal bytes. What makes that possible is one canonical order of operations, stated here and at each function,
-// with every fused multiply-add written out (the files are compiled with -ffp-contract=off) and no library function but sqrt:
-//   * the integer dot of a quant block with int8 activations is exact in int32 and exact as f32 (|sum| < 2^24), so any order does;
-//   * its f32 terms go into ONE accumulator per output row, blocks ascending (rows are the lanes of the vector sets);
-//   * f32 dots and sums keep 16 partial sums, element i in partial i % 16, ascending, the tail padded with zeros; then
+// Every set gives equal bytes. What makes that possible is one canonical order of operations,
+// stated here and at each function, with every fused multiply-add written out (the files are
+// compiled with -ffp-contract=off) and no library function but sqrt:
+//   * the integer dot of a quant block with int8 activations is exact in int32 and exact as f32
+//   (|sum| < 2^24), so any order does;
+//   * its f32 terms go into ONE accumulator per output row, blocks ascending (rows are the lanes of
+//   the vector sets);
+//   * f32 dots and sums keep 16 partial sums, element i in partial i % 16, ascending, the tail
+//   padded with zeros; then
 //     r[l] = p[l] + p[l + 8] and ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7)).
 // A row's result never depends on how many rows or tokens a call holds.
 #pragma once
@@ -16,31 +21,34 @@
 
 namespace xllm::cpu {
 
-// One token's activations: f32, and int8 per 32 values with x = d * q. Which of the two is filled is the caller's matter: f32
-// weights read f, quantised ones the rest.
+// One token's activations: f32, and int8 per 32 values with x = d * q. Which of the two is filled
+// is the caller's matter: f32 weights read f, quantised ones the rest.
 struct ActRow {
-  const float *f = nullptr;       // [cols]
-  const int8_t *q = nullptr;      // [cols] in -127..127
-  const float *d = nullptr;       // [cols / 32] scale, its two low mantissa bits clear
-  const float *ds = nullptr;      // [cols / 32] d * sum(q), for types with a min per 32 or more
-  const int16_t *sum = nullptr;   // [cols / 16] sum(q), for types with a min per 16
+  const float *f = nullptr;      // [cols]
+  const int8_t *q = nullptr;     // [cols] in -127..127
+  const float *d = nullptr;      // [cols / 32] scale, its two low mantissa bits clear
+  const float *ds = nullptr;     // [cols / 32] d * sum(q), for types with a min per 32 or more
+  const int16_t *sum = nullptr;  // [cols / 16] sum(q), for types with a min per 16
 };
 
 // A product takes at most this many tokens at once.
 constexpr int kTokenTile = 8;
 
-// out[t * out_stride + r] = dot(weight row r, acts[t]) for r < num_rows and t < num_tokens <= kTokenTile.
+// out[t * out_stride + r] = dot(weight row r, acts[t]) for r < num_rows and t < num_tokens <=
+// kTokenTile.
 //   weights   num_rows rows of `cols` elements, row_bytes apart
-// Order per row: plain blocks, acc = fma(d * ad, sum(q * aq), acc), then with a min acc = fma(m, ads, acc); super-blocks, over
-// their 32s inner = fma(ad, sum(scale * q * aq), inner) from 0 and least = fma(ads, min, least) (q2_k: fma(ad, sum(min * asum),
-// least)), then acc = fma(d, inner, acc), then acc = fma(-dmin, least, acc). f32, f16, bf16: the f32 dot above.
-using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts, int num_tokens, int cols,
-                       float *out, int64_t out_stride);
+// Order per row: plain blocks, acc = fma(d * ad, sum(q * aq), acc), then with a min acc = fma(m,
+// ads, acc); super-blocks, over their 32s inner = fma(ad, sum(scale * q * aq), inner) from 0 and
+// least = fma(ads, min, least) (q2_k: fma(ad, sum(min * asum), least)), then acc = fma(d, inner,
+// acc), then acc = fma(-dmin, least, acc). f32, f16, bf16: the f32 dot above.
+using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+                       int num_tokens, int cols, float *out, int64_t out_stride);
 
 // Attention is computed over tiles of this many keys, at positions that are multiples of it.
 constexpr int kKeyTile = 32;
 
-// What attention carries from tile to tile for one query: the running maximum, the denominator and the weighted sum of values.
+// What attention carries from tile to tile for one query: the running maximum, the denominator and
+// the weighted sum of values.
 struct AttentionState {
   float max;
   float denominator;
@@ -53,9 +61,10 @@ struct Kernels {
   // The product of each type; null for a type that this set leaves to the scalar one (see dot()).
   DotFn dots[32];
 
-  // q, d, ds and sum of ActRow from f. cols is a multiple of 32. d = max|x| / 127 with its two low mantissa bits cleared,
-  // q = round to nearest even of x * (1 / d) within -127..127. A block whose d is too small to invert becomes zeros; one that holds
-  // NaN or infinity gets d = NaN, so that the logits show it.
+  // q, d, ds and sum of ActRow from f. cols is a multiple of 32. d = max|x| / 127 with its two low
+  // mantissa bits cleared, q = round to nearest even of x * (1 / d) within -127..127. A block whose
+  // d is too small to invert becomes zeros; one that holds NaN or infinity gets d = NaN, so that
+  // the logits show it.
   void (*quantize)(const float *f, int cols, int8_t *q, float *d, float *ds, int16_t *sum);
 
   // out[i] = (x[i] * (1 / sqrt(sum(x^2) / n + eps))) * weight[i]. out may be x.
@@ -67,21 +76,22 @@ struct Kernels {
   // x[i] += y[i].
   void (*add)(float *x, const float *y, int n);
 
-  // Rotates one head in place: pairs (2i, 2i + 1) or (i, i + rotary_dim / 2) by cos_sin [rotary_dim / 2, 2]:
-  // x = fma(x, c, -(y * s)), y = fma(y, c, x * s) of the old x and y.
+  // Rotates one head in place: pairs (2i, 2i + 1) or (i, i + rotary_dim / 2) by cos_sin [rotary_dim
+  // / 2, 2]: x = fma(x, c, -(y * s)), y = fma(y, c, x * s) of the old x and y.
   void (*rope)(float *head, const float *cos_sin, int rotary_dim, bool is_neighbor);
 
-  // Row `offset` of a page from f32 and back (kv.h says how a row is coded). int8: scale = f16(max|x| / 127), q the nearest
-  // even of x / scale; int4: 7 in place of 127. An f16 scale that rounds to zero stores zeros.
+  // Row `offset` of a page from f32 and back (kv.h says how a row is coded). int8: scale =
+  // f16(max|x| / 127), q the nearest even of x / scale; int4: 7 in place of 127. An f16 scale that
+  // rounds to zero stores zeros.
   void (*store_kv)(const KvLayout &layout, const float *row, int offset, uint8_t *page);
   void (*load_kv)(const KvLayout &layout, const uint8_t *page, int offset, float *row);
 
-  // One tile of keys for one query: keys [lo, hi) of k and v [kKeyTile, head_dim] f32, the rest is not read as a number.
-  // s = dot(q, k) * scale; M = max(max, s...); p = exp(s - M), 0 outside; c = exp(max - M);
-  // denominator = fma(denominator, c, T), T the sum of p as an f32 sum of 32; out = out * c, then out = fma(p, v, out), keys
-  // ascending.
-  void (*attend_tile)(const float *q, const float *k, const float *v, int head_dim, int lo, int hi, float scale,
-                      AttentionState *state);
+  // One tile of keys for one query: keys [lo, hi) of k and v [kKeyTile, head_dim] f32, the rest is
+  // not read as a number. s = dot(q, k) * scale; M = max(max, s...); p = exp(s - M), 0 outside; c =
+  // exp(max - M); denominator = fma(denominator, c, T), T the sum of p as an f32 sum of 32; out =
+  // out * c, then out = fma(p, v, out), keys ascending.
+  void (*attend_tile)(const float *q, const float *k, const float *v, int head_dim, int lo, int hi,
+                      float scale, AttentionState *state);
 };
 
 const Kernels &scalar_kernels();

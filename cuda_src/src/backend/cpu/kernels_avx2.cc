@@ -1,4 +1,5 @@
-// The table of AVX2 kernels (with FMA, F16C and BMI2). Compiled for AVX2: nothing of it may run before choose_kernels has looked.
+// The table of AVX2 kernels (with FMA, F16C and BMI2). Compiled for AVX2: nothing of it may run
+// before choose_kernels has looked.
 #include <immintrin.h>
 
 #include <cmath>
@@ -25,8 +26,12 @@ inline uint32_t max_lane_u32(__m256i a) {
   return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
 }
 
-inline float from_bits(uint32_t bits) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(bits)))); }
-inline uint32_t to_bits(float x) { return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(x)))); }
+inline float from_bits(uint32_t bits) {
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(bits))));
+}
+inline uint32_t to_bits(float x) {
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(x))));
+}
 
 void quantize_avx2(const float *f, int cols, int8_t *q, float *d, float *ds, int16_t *sum) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);

@@ -46,7 +46,8 @@ void quantize_scalar(const float *f, int cols, int8_t *q, float *d, float *ds, i
 Kernels make_kernels() {
   Kernels k = {};
   k.name = "scalar";
-  for (uint32_t type = 0; type < 32; ++type) k.dots[type] = scalar_quant_dot(static_cast<DType>(type));
+  for (uint32_t type = 0; type < 32; ++type)
+    k.dots[type] = scalar_quant_dot(static_cast<DType>(type));
   k.dots[static_cast<int>(DType::kF32)] = float_dot<L, F32Weights<L>>;
   k.dots[static_cast<int>(DType::kF16)] = float_dot<L, F16Weights<L>>;
   k.dots[static_cast<int>(DType::kBF16)] = float_dot<L, BF16Weights<L>>;

@@ -1,5 +1,5 @@
-// Rows of the KV cache from and to f32, over eight lanes L. tensor/kv.h describes the bytes, kernels.h the rounding. Internal
-// linkage: see lanes_scalar.h.
+// Rows of the KV cache from and to f32, over eight lanes L. tensor/kv.h describes the bytes,
+// kernels.h the rounding. Internal linkage: see lanes_scalar.h.
 #pragma once
 
 #include <cmath>
@@ -76,8 +76,8 @@ inline void store_kv_row(const KvLayout &layout, const float *row, int offset, u
     store_half_row<L>(row, n, reinterpret_cast<uint16_t *>(out));
     return;
   }
-  auto *scales =
-      reinterpret_cast<uint16_t *>(page + layout.scales_offset() + layout.scale_row_bytes() * static_cast<uint64_t>(offset));
+  auto *scales = reinterpret_cast<uint16_t *>(
+      page + layout.scales_offset() + layout.scale_row_bytes() * static_cast<uint64_t>(offset));
   const bool is_int8 = layout.type == KvType::kInt8;
   for (int g = 0; g < n / kKvGroup; ++g) {
     int8_t codes[kKvGroup];
@@ -86,7 +86,8 @@ inline void store_kv_row(const KvLayout &layout, const float *row, int offset, u
       std::memcpy(out + g * kKvGroup, codes, kKvGroup);
     } else {
       for (int i = 0; i < kKvGroup / 2; ++i) {
-        out[g * kKvGroup / 2 + i] = static_cast<uint8_t>((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
+        out[g * kKvGroup / 2 + i] =
+            static_cast<uint8_t>((codes[2 * i] + 8) | (codes[2 * i + 1] + 8) << 4);
       }
     }
   }
@@ -104,8 +105,8 @@ inline void load_kv_row(const KvLayout &layout, const uint8_t *page, int offset,
     load_half_row<L>(reinterpret_cast<const uint16_t *>(in), n, row);
     return;
   }
-  const auto *halves = reinterpret_cast<const uint16_t *>(page + layout.scales_offset() +
-                                                          layout.scale_row_bytes() * static_cast<uint64_t>(offset));
+  const auto *halves = reinterpret_cast<const uint16_t *>(
+      page + layout.scales_offset() + layout.scale_row_bytes() * static_cast<uint64_t>(offset));
   for (int g = 0; g < n / kKvGroup; ++g) {
     uint16_t half[8];
     for (uint16_t &h : half) h = halves[g];

@@ -1,6 +1,7 @@
-// Eight f32 lanes in plain C++: what row_math.h and its like compute with where there is no vector set, and the definition of every
-// operation for those that have one (lanes_avx2.h). Internal linkage, as in every lanes_*.h: an inline function that was compiled
-// for one instruction set must not answer for another.
+// Eight f32 lanes in plain C++: what row_math.h and its like compute with where there is no vector
+// set, and the definition of every operation for those that have one (lanes_avx2.h). Internal
+// linkage, as in every lanes_*.h: an inline function that was compiled for one instruction set must
+// not answer for another.
 #pragma once
 
 #include <cmath>
@@ -73,7 +74,8 @@ struct LanesScalar {
   }
   // 2^n from the bits of n + 1.5 * 2^23, n an integer in -126..127.
   static F pow2_of_shifted(const F &shifted) {
-    return map([&](int i) { return float_from_bits((float_bits(shifted.v[i]) << 23) + 0x3f800000u); });
+    return map(
+        [&](int i) { return float_from_bits((float_bits(shifted.v[i]) << 23) + 0x3f800000u); });
   }
   // ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
   static float sum(const F &a) {

@@ -1,7 +1,7 @@
 // Products of activations with weight matrices, spread over the threads.
 //
-// A chunk is some rows of one matrix by some tokens. Rows are independent, so neither the size of a chunk nor the thread that takes it
-// changes a byte.
+// A chunk is some rows of one matrix by some tokens. Rows are independent, so neither the size of a
+// chunk nor the thread that takes it changes a byte.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,17 @@ namespace xllm::cpu {
 
 // Tokens of a chunk: their activations stay in the core's cache while the chunk's rows pass.
 constexpr int kTokenBlock = 64;
-// Rows of gate and up that one chunk of the feed-forward stage turns into one quantised block of its product.
+// Rows of gate and up that one chunk of the feed-forward stage turns into one quantised block of
+// its product.
 constexpr int kFfnRows = 32;
 constexpr int64_t kFfnScratchFloats = int64_t{2} * kFfnRows * kTokenBlock;
 
-// out[t * out_stride + r] = dot(weights row first_row + r, act row t): the whole of one chunk, on the calling thread.
+// out[t * out_stride + r] = dot(weights row first_row + r, act row t): the whole of one chunk, on
+// the calling thread.
 //   token_rows   which rows of act the tokens are; null: first_token, first_token + 1, ...
-inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int first_row, int num_rows,
-                           const Activations &act, const int32_t *token_rows, int first_token, int num_tokens, float *out,
-                           int64_t out_stride) {
+inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int first_row,
+                           int num_rows, const Activations &act, const int32_t *token_rows,
+                           int first_token, int num_tokens, float *out, int64_t out_stride) {
   const DotFn dot = kernels.dots[static_cast<int>(weights.dtype)];
   ActRow rows[kTokenTile];
   for (int t = 0; t < num_tokens; t += kTokenTile) {
@@ -33,7 +35,8 @@ inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int fi
       const int token = first_token + t + i;
       rows[i] = act.row(token_rows != nullptr ? token_rows[token] : token);
     }
-    dot(weights.row(first_row), weights.row_bytes, num_rows, rows, count, weights.cols, out + t * out_stride, out_stride);
+    dot(weights.row(first_row), weights.row_bytes, num_rows, rows, count, weights.cols,
+        out + t * out_stride, out_stride);
   }
 }
 
@@ -44,19 +47,22 @@ struct Product {
   int64_t out_stride;
 };
 
-// All of `products` for tokens [0, num_tokens). done(product, first_row, num_rows, first_token, num_tokens) follows each chunk on
-// the thread that computed it.
+// All of `products` for tokens [0, num_tokens). done(product, first_row, num_rows, first_token,
+// num_tokens) follows each chunk on the thread that computed it.
 template <typename Done>
-void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products, int num_products, const Activations &act,
-              const int32_t *token_rows, int num_tokens, const Done &done) {
+void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products, int num_products,
+              const Activations &act, const int32_t *token_rows, int num_tokens, const Done &done) {
   int64_t total_rows = 0;
   for (int p = 0; p < num_products; ++p) total_rows += products[p].weights->rows;
-  // About eight chunks per thread, so that the last one to finish is not waited for long; a multiple of the vector sets' eight rows.
+  // About eight chunks per thread, so that the last one to finish is not waited for long; a
+  // multiple of the vector sets' eight rows.
   const int64_t wanted = total_rows / (int64_t{8} * pool.num_threads());
-  const int chunk_rows = static_cast<int>(std::min<int64_t>(128, std::max<int64_t>(8, wanted / 8 * 8)));
+  const int chunk_rows =
+      static_cast<int>(std::min<int64_t>(128, std::max<int64_t>(8, wanted / 8 * 8)));
   const int token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
   int64_t num_chunks = 0;
-  for (int p = 0; p < num_products; ++p) num_chunks += (products[p].weights->rows + chunk_rows - 1) / chunk_rows;
+  for (int p = 0; p < num_products; ++p)
+    num_chunks += (products[p].weights->rows + chunk_rows - 1) / chunk_rows;
 
   pool.parallel_for(num_chunks * token_blocks, [&](int64_t chunk, int) {
     // Rows vary fastest: neighbours in time share the activations.
@@ -72,8 +78,9 @@ void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products,
     const int first_row = static_cast<int>(index) * chunk_rows;
     const int num_rows = std::min(chunk_rows, product.weights->rows - first_row);
     const int count = std::min(kTokenBlock, num_tokens - first_token);
-    multiply_chunk(kernels, *product.weights, first_row, num_rows, act, token_rows, first_token, count,
-                   product.out + first_token * product.out_stride + first_row, product.out_stride);
+    multiply_chunk(kernels, *product.weights, first_row, num_rows, act, token_rows, first_token,
+                   count, product.out + first_token * product.out_stride + first_row,
+                   product.out_stride);
     done(p, first_row, num_rows, first_token, count);
   });
 }

@@ -3,7 +3,8 @@
 
 namespace xllm::cpu {
 
-void CpuBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int layer_index, const ForwardBatch & /*batch*/) {
+void CpuBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int layer_index,
+                        const ForwardBatch & /*batch*/) {
   CpuWorkspace &ws = as_cpu(ws_base);
   const CpuWeights &weights = as_cpu(weights_base);
   const Layer &layer = weights.layer(layer_index);

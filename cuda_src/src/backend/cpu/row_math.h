@@ -1,5 +1,6 @@
-// The f32 arithmetic of a row, written once over eight lanes L (lanes_*.h) and compiled for each instruction set, which is why all
-// sets give equal bytes: sums, norm, SiLU, RoPE. kernels.h states the order of each. Internal linkage: see lanes_scalar.h.
+// The f32 arithmetic of a row, written once over eight lanes L (lanes_*.h) and compiled for each
+// instruction set, which is why all sets give equal bytes: sums, norm, SiLU, RoPE. kernels.h states
+// the order of each. Internal linkage: see lanes_scalar.h.
 #pragma once
 
 #include <cmath>
@@ -9,8 +10,9 @@
 namespace xllm::cpu {
 namespace {
 
-// e^x, relative error below 1.2e-7 (tested): x = n ln2 + r, then 1 + r + r^2 q(r) with q a minimax polynomial of our own fit over
-// |r| <= ln2 / 2. Below -87 it is 0 and above 88 infinity, which keeps 2^n a normal number; exp(0) is exactly 1. NaN stays NaN.
+// e^x, relative error below 1.2e-7 (tested): x = n ln2 + r, then 1 + r + r^2 q(r) with q a minimax
+// polynomial of our own fit over |r| <= ln2 / 2. Below -87 it is 0 and above 88 infinity, which
+// keeps 2^n a normal number; exp(0) is exactly 1. NaN stays NaN.
 template <typename L>
 inline typename L::F exp_lanes(const typename L::F &x) {
   using F = typename L::F;
@@ -71,8 +73,11 @@ inline void rms_norm_row(const float *x, const float *weight, int n, float eps, 
   const float mean = sum_of_squares<L>(x, n) / static_cast<float>(n);
   const F inverse = L::set1(1.0f / std::sqrt(mean + eps));
   int i = 0;
-  for (; i + 8 <= n; i += 8) L::store(out + i, L::mul(L::mul(L::load(x + i), inverse), L::load(weight + i)));
-  if (i < n) store_tail<L>(out, i, n, L::mul(L::mul(load_tail<L>(x, i, n), inverse), load_tail<L>(weight, i, n)));
+  for (; i + 8 <= n; i += 8)
+    L::store(out + i, L::mul(L::mul(L::load(x + i), inverse), L::load(weight + i)));
+  if (i < n)
+    store_tail<L>(out, i, n,
+                  L::mul(L::mul(load_tail<L>(x, i, n), inverse), load_tail<L>(weight, i, n)));
 }
 
 template <typename L>
@@ -84,8 +89,10 @@ inline typename L::F silu_mul_lanes(const typename L::F &gate, const typename L:
 template <typename L>
 inline void silu_mul_row(const float *gate, const float *up, int n, float *out) {
   int i = 0;
-  for (; i + 8 <= n; i += 8) L::store(out + i, silu_mul_lanes<L>(L::load(gate + i), L::load(up + i)));
-  if (i < n) store_tail<L>(out, i, n, silu_mul_lanes<L>(load_tail<L>(gate, i, n), load_tail<L>(up, i, n)));
+  for (; i + 8 <= n; i += 8)
+    L::store(out + i, silu_mul_lanes<L>(L::load(gate + i), L::load(up + i)));
+  if (i < n)
+    store_tail<L>(out, i, n, silu_mul_lanes<L>(load_tail<L>(gate, i, n), load_tail<L>(up, i, n)));
 }
 
 template <typename L>
