@@ -493,6 +493,23 @@ class LocalEngine:
         stats: EngineStats = self.core.stats()
         return stats
 
+    def submit(self, prompt: Sequence[int], *, max_tokens: int, ignore_eos: bool = False) -> int:
+        """Queue a greedy request and return its id; its events come out of `take_events`. Raises ServiceError."""
+        with _translated():
+            request_id: int = self.core.submit(Request(prompt=prompt, max_tokens=max_tokens, ignore_eos=ignore_eos))
+            return request_id
+
+    def take_events(self, timeout_s: float) -> list[Event]:
+        """Take what has happened to submitted requests; waits so long while there is nothing. Raises ServiceError."""
+        with _translated():
+            events: list[Event] = self.core.take_events(timeout_s=timeout_s)
+            return events
+
+    def cancel(self, request_id: int) -> None:
+        """End a submitted request; its FinishedEvent says CANCELLED. Harmless for one that has ended."""
+        with _translated():
+            self.core.cancel(request_id)
+
     def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[Event]:
         """Generate from token ids and yield AcceptedEvent, TokenEvents and, last, FinishedEvent.
 
