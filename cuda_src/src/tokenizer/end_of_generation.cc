@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "tokenizer/template_scan.h"
+
 namespace xllm {
 namespace {
 
@@ -34,7 +36,8 @@ bool is_end_name(std::string_view name) {
   return std::find(std::begin(kEndNames), std::end(kEndNames), name) != std::end(kEndNames);
 }
 
-std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const VocabSource &source) {
+std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const SpecialMatcher &special,
+                                             const VocabSource &source) {
   std::vector<EndToken> ends;
   const auto add = [&](std::optional<int32_t> id, const char *why) {
     if (!id) return;
@@ -47,6 +50,9 @@ std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const VocabSour
   for (const std::string_view name : kEndNames) {
     const int32_t id = vocab.find_special(name);
     if (id >= 0 && vocab.type(id) == TokenType::kControl) add(id, "token name");
+  }
+  for (const int32_t id : find_turn_ends(source.chat_template, vocab, special, source.eos)) {
+    add(id, "chat template");
   }
   std::sort(ends.begin(), ends.end(),
             [](const EndToken &a, const EndToken &b) { return a.id < b.id; });

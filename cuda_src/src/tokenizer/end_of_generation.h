@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tokenizer/special_matcher.h"
 #include "tokenizer/tokenizer.h"
 #include "tokenizer/vocab.h"
 
@@ -13,6 +14,7 @@ namespace xllm {
 bool is_end_name(std::string_view name);
 
 // See Tokenizer::end_of_generation().
-std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const VocabSource &source);
+std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const SpecialMatcher &special,
+                                             const VocabSource &source);
 
 }  // namespace xllm

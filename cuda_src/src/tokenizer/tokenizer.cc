@@ -42,7 +42,8 @@ Tokenizer::Tokenizer(const VocabSource &source)
   check_id("tokenizer.ggml.unknown_token_id", source.unk, num_ids);
   check_id("tokenizer.ggml.padding_token_id", source.pad, num_ids);
   check_id("tokenizer.ggml.seperator_token_id", source.sep, num_ids);
-  end_of_generation_ = find_end_of_generation(*vocab_, source);
+  special_ = std::make_unique<SpecialMatcher>(*vocab_);
+  end_of_generation_ = find_end_of_generation(*vocab_, *special_, source);
 
   if (model_ == "no_vocab") {
     without_text_reason_ =
@@ -52,7 +53,6 @@ Tokenizer::Tokenizer(const VocabSource &source)
   if (vocab_->num_tokens() == 0) {
     throw Error(Status::kModelMalformed, "tokenizer.ggml.tokens: expected tokens, found none");
   }
-  special_ = std::make_unique<SpecialMatcher>(*vocab_);
   bool family_adds_bos = false;
   if (model_ == "gpt2") {
     // "default" names no pre-tokenizer: converters write it when they know none.
@@ -125,7 +125,9 @@ std::vector<int32_t> Tokenizer::encode_segments(Span<const Segment> segments, bo
   std::vector<std::pair<size_t, size_t>> messages;
   size_t offset = 0;
   for (const Segment &segment : segments) {
-    if (!segment.is_template) messages.emplace_back(offset, offset + segment.text.size());
+    if (!segment.is_template && !segment.text.empty()) {
+      messages.emplace_back(offset, offset + segment.text.size());
+    }
     offset += segment.text.size();
   }
   size_t message = 0;
