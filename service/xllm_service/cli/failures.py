@@ -59,10 +59,9 @@ def describe(error: Exception) -> Complaint:
         if not remedy and error.retry_delay_s is not None:
             remedy = f"try again in {error.retry_delay_s:g} s"
         message = _one_line(error)
-        return Complaint(
-            f"{message}; {remedy}" if remedy and remedy not in message else message,
-            is_usage=error.reason == "INVALID_FIELD",
-        )
+        if remedy and "; " not in message:  # what follows a semicolon is the remedy, in all our messages
+            message += f"; {remedy}"
+        return Complaint(message, is_usage=error.reason == "INVALID_FIELD")
     if isinstance(error, OSError):
         return Complaint(f"{_one_line(error)}; check the path and its permissions")
     return Complaint(

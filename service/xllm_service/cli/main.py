@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from xllm_service.cli import chat, generate, inspect, pull, run, tokenize
+from xllm_service.cli import bench, chat, generate, inspect, pull, run, serve, tokenize, top
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 _EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted."
@@ -95,7 +95,7 @@ def _options(
     """Run GGUF language models from their quantised blocks, and stream tokens over gRPC."""
 
 
-for _verb in (generate, chat, run, pull, inspect, tokenize):
+for _verb in (serve, generate, chat, run, pull, inspect, tokenize, bench, top):
     _verb.register(app)
 
 

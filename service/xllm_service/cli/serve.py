@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xllm_service.cli import options, settings
+
+if TYPE_CHECKING:
+    from xllm_service.config import ServeConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -28,8 +31,9 @@ def serve(
     """Serve a model over gRPC, until SIGTERM or SIGINT.
 
     Every setting can also be given in the environment (XLLM_MAX_SLOTS=4) or in the file of --config. Flags win over the
-    environment, and that over the file; all of them are printed at the start.
+    environment, and that over the file; what is in effect is printed at the start.
     """
+    import asyncio
     import os
 
     from xllm_service.cli.terminal import progress
@@ -39,4 +43,28 @@ def serve(
     load_config(model, settings, config_file=config, environ=os.environ)  # what is wrong shows before a long download
     with progress() as report:
         path = resolve_model(model, report)
-    print(load_config(path, settings, config_file=config, environ=os.environ))
+    in_effect = load_config(path, settings, config_file=config, environ=os.environ)
+
+    from xllm_service import app, logs
+    from xllm_service.cli.failures import Failure
+
+    logs.configure(in_effect.log_level, in_effect.log_format)
+    print_settings(in_effect)
+    try:
+        asyncio.run(app.serve(in_effect))
+    except app.StartError as error:
+        raise Failure(str(error)) from error
+
+
+def print_settings(config: ServeConfig) -> None:
+    """Log what is in effect: a line for each setting that was made, and one for all that were not."""
+    from xllm_service import logs
+
+    log = logs.get_logger("config")
+    defaults = []
+    for line in config.describe():
+        if line.endswith(" (default)"):
+            defaults.append(line.removesuffix(" (default)"))
+        else:
+            log.info("%s", line)
+    log.info("by default: %s", ", ".join(defaults))

@@ -1,0 +1,1 @@
+"""What `xllm bench` measures, and how. The words are those of the manual's page on measurements."""
