@@ -233,6 +233,8 @@ void Engine::step() {
   const double start_s = now_s();
   take_inbox();
   end_late_requests(start_s);
+  // Who was cancelled or late hears of it now, not a step later.
+  if (num_ended_ > 0) publish();
   bool has_run = false;
   // Another lane goes first in each step, so that both get at the seats that become free.
   for (size_t i = 0; i < lanes_.size(); ++i) {

@@ -102,6 +102,11 @@ std::vector<Event> EventQueue::take(uint64_t request_id, double timeout_s) {
   }
 }
 
+int EventQueue::num_waiting() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_waiting_;
+}
+
 void EventQueue::fail() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);

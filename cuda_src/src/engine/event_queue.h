@@ -34,6 +34,9 @@ class EventQueue {
   // Error(kEngineFailed): closed, or failed and nothing left to take.
   std::vector<Event> take(uint64_t request_id, double timeout_s);
 
+  // Calls of take in progress.
+  int num_waiting() const;
+
   // No more events will come: what is there can still be taken.
   void fail();
   // Turns every waiting take away and waits until it has left.
@@ -45,7 +48,7 @@ class EventQueue {
 
   int fd_;
   bool is_readable_ = false;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::condition_variable left_;
   std::vector<Event> shared_;

@@ -80,7 +80,7 @@ void validate(const RequestOptions &options, const Vocabulary &vocabulary, int m
                                              " bytes, found " + std::to_string(stop.size()));
     }
     const size_t invalid = find_invalid_utf8(stop);
-    if (invalid != std::string_view::npos) {
+    if (invalid < stop.size()) {
       refuse(element("stop_strings", i),
              "expected UTF-8, found an invalid byte at offset " + std::to_string(invalid));
     }

@@ -1,0 +1,220 @@
+// A small device for engine tests. It stores the token ids themselves as keys and, for a row whose
+// logits are wanted, reads the whole context back through the block table: logits are a function of
+// what lies in the cache, so a wrong block, a wrong index or a neighbour's write changes the
+// answer. Unwritten memory holds no id, and reading it is an error. Tests may choose logits and
+// hold the loop.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "backend/backend.h"
+#include "base/error.h"
+#include "base/rng.h"
+
+namespace xllm {
+
+// Lets a test hold the step loop at the start of a step and see how many have begun.
+class StepGate {
+ public:
+  // The step loop's side.
+  void pass() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++num_begun_;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return num_allowed_ > 0 || is_open_; });
+    if (!is_open_) --num_allowed_;
+  }
+  // The test's side. Closed at first only where close() came before the engine.
+  void close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_open_ = false;
+    num_allowed_ = 0;
+  }
+  void open() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_open_ = true;
+    changed_.notify_all();
+  }
+  void allow(int num_steps) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    num_allowed_ += num_steps;
+    changed_.notify_all();
+  }
+  // Until the loop has begun its num_steps-th step (and is held there, unless allowed to go on).
+  void wait_until_begun(int num_steps) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return num_begun_ >= num_steps; });
+  }
+  int num_begun() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_begun_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int num_begun_ = 0;
+  int num_allowed_ = 0;
+  bool is_open_ = true;
+};
+
+class RecallBackend : public Backend {
+ public:
+  static constexpr int kVocabSize = 64;
+
+  // The parts that a test looks at or sets; shared, because the engine owns the backend.
+  struct Control {
+    StepGate gate;
+    // In place of logits by hash: fills [kVocabSize] given the tokens of the context.
+    std::function<void(const std::vector<int32_t> &context, float *logits)> logits;
+    std::atomic<bool> fails{false};  // the next step throws as a broken device does
+    uint64_t free_bytes = uint64_t{1} << 30;
+    bool has_per_slot = true;
+    std::atomic<int> num_loaded{0};  // weight sets
+    std::atomic<int> most_rows{0};   // of any step
+    std::atomic<int> most_seqs{0};
+  };
+
+  explicit RecallBackend(std::shared_ptr<Control> control) : control_(std::move(control)) {
+    info_.kind = "cpu";
+    info_.name = "recall";
+    info_.kernels = "none";
+    info_.num_threads = 1;
+  }
+
+  const DeviceInfo &info() const override { return info_; }
+  DeviceMemory memory() const override { return {uint64_t{1} << 30, control_->free_bytes}; }
+  Allocator &allocator() override { return allocator_; }
+
+  BackendPlan plan(const ModelDims &, const ModelTensors &, WeightForm form, int,
+                   int) const override {
+    if (form == WeightForm::kDequantized && !control_->has_per_slot) {
+      throw Error(Status::kUnimplemented, "recall: PER_SLOT is not built; use BATCHED");
+    }
+    BackendPlan plan;
+    plan.weight_bytes = 1000;
+    return plan;
+  }
+  std::unique_ptr<WeightSet> load_weights(
+      const ModelDims &, const ModelTensors &, WeightForm form,
+      const std::function<void(uint64_t, uint64_t)> &) override {
+    ++control_->num_loaded;
+    return std::make_unique<Weights>(form);
+  }
+  std::unique_ptr<Workspace> make_workspace(const WeightSet &, int) override {
+    return std::make_unique<Scratch>();
+  }
+
+  void run_step(Workspace &, const ForwardBatch &batch,
+                const std::function<void()> &stages) override {
+    control_->most_rows = std::max(control_->most_rows.load(), batch.num_tokens());
+    control_->most_seqs = std::max(control_->most_seqs.load(), batch.num_seqs());
+    control_->gate.pass();
+    if (control_->fails) throw Error(Status::kDevice, "recall: the device is gone");
+    stages();
+  }
+  void embed(Workspace &, const WeightSet &, const ForwardBatch &) override {}
+  void qkv(Workspace &, const WeightSet &, int layer, const KvView &kv,
+           const ForwardBatch &batch) override {
+    if (layer != 0) return;
+    kv_ = kv;
+    for (size_t row = 0; row < batch.token_ids.size(); ++row) {
+      std::memcpy(place(batch.kv_indices[row]), &batch.token_ids[row], sizeof(int32_t));
+    }
+  }
+  void attention(Workspace &, const WeightSet &, int, const KvView &,
+                 const ForwardBatch &) override {}
+  void o_proj(Workspace &, const WeightSet &, int, const ForwardBatch &) override {}
+  void ffn(Workspace &, const WeightSet &, int, const ForwardBatch &) override {}
+
+  void head(Workspace &ws, const WeightSet &, const ForwardBatch &batch) override {
+    std::vector<float> &logits = static_cast<Scratch &>(ws).logits;
+    logits.assign(batch.logit_rows.size() * kVocabSize, 0);
+    for (size_t i = 0; i < batch.logit_rows.size(); ++i) {
+      const auto row = static_cast<size_t>(batch.logit_rows[i]);
+      const std::vector<int32_t> context = recall(batch, row);
+      float *out = logits.data() + i * kVocabSize;
+      if (control_->logits) {
+        control_->logits(context, out);
+      } else {
+        hashed_logits(context, out);
+      }
+    }
+  }
+  const float *host_logits(Workspace &ws) override {
+    return static_cast<Scratch &>(ws).logits.data();
+  }
+  void copy_blocks(const KvView &, Span<const int32_t>, Span<const int32_t>) override {}
+  void read_tap(Workspace &, Tap, std::vector<float> *) override {}
+
+  // What the device answers to a context.
+  static void hashed_logits(const std::vector<int32_t> &context, float *out) {
+    uint64_t hash = context.size();
+    for (const int32_t id : context) {
+      const Philox mixed = philox(hash, static_cast<uint64_t>(id));
+      hash = uint64_t{mixed.value[0]} << 32 | mixed.value[1];
+    }
+    for (int v = 0; v < kVocabSize; ++v) {
+      out[v] = 6 * uniform_float(philox(hash, static_cast<uint64_t>(v), 1).value[0]);
+    }
+  }
+
+ private:
+  class PoisonedHeap : public Allocator {
+   public:
+    void *allocate(uint64_t size_bytes) override {
+      void *memory = std::aligned_alloc(256, (size_bytes + 255) / 256 * 256);
+      if (memory == nullptr) throw Error(Status::kMemory, "recall: no memory");
+      std::memset(memory, 0xFF, size_bytes);
+      return memory;
+    }
+    void free(void *memory, uint64_t) noexcept override { std::free(memory); }
+  };
+  struct Weights : WeightSet {
+    explicit Weights(WeightForm form) : form_(form) {}
+    WeightForm form() const override { return form_; }
+    uint64_t size_bytes() const override { return 1000; }
+    WeightForm form_;
+  };
+  struct Scratch : Workspace {
+    uint64_t size_bytes() const override { return logits.size() * sizeof(float); }
+    std::vector<float> logits;
+  };
+
+  uint8_t *place(int64_t kv_index) const {
+    const int64_t size = kv_.layout.block_size;
+    return kv_.k_page(0, static_cast<int>(kv_index / size), 0) +
+           static_cast<uint64_t>(kv_index % size) * kv_.layout.row_bytes();
+  }
+
+  std::vector<int32_t> recall(const ForwardBatch &batch, size_t row) const {
+    const auto sequence = static_cast<size_t>(batch.seq_index[row]);
+    const int64_t size = kv_.layout.block_size;
+    std::vector<int32_t> context;
+    for (int64_t position = 0; position <= batch.positions[row]; ++position) {
+      const size_t entry =
+          sequence * static_cast<size_t>(batch.max_blocks) + static_cast<size_t>(position / size);
+      const int64_t block = batch.block_tables[entry];
+      int32_t id = -1;
+      std::memcpy(&id, place(block * size + position % size), sizeof id);
+      if (id < 0) throw Error(Status::kInternal, "recall: read what was never written");
+      context.push_back(id);
+    }
+    return context;
+  }
+
+  std::shared_ptr<Control> control_;
+  DeviceInfo info_;
+  PoisonedHeap allocator_;
+  KvView kv_;
+};
+
+}  // namespace xllm
