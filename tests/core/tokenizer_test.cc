@@ -650,9 +650,9 @@ TEST(EndOfGeneration, UnionOfKeysAndNamesEachOnceWithItsSource) {
   }
   EXPECT_EQ(found,
             (std::vector<std::pair<int32_t, std::string>>{{end, "tokenizer.ggml.eos_token_id"},
-                                                          {eot, "token name"},
+                                                          {eot, "known name"},
                                                           {eom, "tokenizer.ggml.eom_token_id"},
-                                                          {im_end, "token name"}}));
+                                                          {im_end, "known name"}}));
   EXPECT_TRUE(tokenizer->is_end_of_generation(eot));
   EXPECT_FALSE(tokenizer->is_end_of_generation(start));
   EXPECT_FALSE(tokenizer->is_end_of_generation(normal));

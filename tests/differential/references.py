@@ -14,14 +14,19 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import tokenizers
-from pre_tokenizers import PRE_TOKENIZERS
+from gguf import GGUFReader
 from tokenizers import decoders, models, pre_tokenizers
-from vocab_file import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+
+from .pre_tokenizers import PRE_TOKENIZERS
+from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
+
+Encoder = Callable[[Sequence[str]], list[list[int]]]
 
 
 @dataclass
@@ -30,7 +35,14 @@ class Reference:
 
     name: str
     vocabulary: Vocabulary
-    encode: Callable[[Sequence[str]], list[list[int]]]
+    encode: Encoder
+    # With special tokens recognised in the text; None where the oracle cannot.
+    encode_parsed: Encoder | None = None
+    # A text and what it becomes when it is encoded and decoded are equal under this; None where bytes without a token
+    # get lost.
+    normalize: Callable[[str], str] | None = None
+    # Texts that users of other engines reported, with their ids.
+    reported: dict[str, list[int]] = field(default_factory=dict)
 
 
 # Package archives, fetched with the package managers' own clients: command, file, SHA-256.
@@ -53,6 +65,25 @@ ARCHIVES = {
 }
 
 
+REPORTED = {
+    "llama-bpe": {
+        "Shelf 90210 holds 6045331": [2059, 491, 220, 21026, 605, 10187, 220, 20354, 21876, 16],
+        "WE'RE here, she'D said": [12739, 95253, 1618, 11, 1364, 28805, 1071],
+        "a \n\n  b\n": [64, 4815, 220, 293, 198],
+        "t\r\n\r\n\tu": [83, 881, 10905],
+        " fotoğraf kulübü": [117072, 75516, 109463, 2448],
+        "if ( 'ok' ) ; x != y": [333, 320, 364, 564, 6, 883, 2652, 865, 976, 379],
+    },
+    "qwen2": {
+        "Shelf 90210 holds 6045331": ([2016, 490, 220, 24, 15, 17, 16, 15, 9982, 220, 21, 15, 19, 20, 18, 18, 16]),
+        "WE'RE here, she'D said": [12457, 94153, 1588, 11, 1340, 27705, 1053],
+        "a \n\n  b\n": [64, 4710, 220, 293, 198],
+        "t\r\n\r\n\tu": [83, 871, 10676],
+        "wait <tool_call> now": [11489, 220, 151657, 1431],
+    },
+}
+
+
 def fetch(name: str, cache: Path) -> Path:
     """The archive's path, fetched into `cache` unless it is there; its hash is always checked."""
     command, file_name, sha256 = ARCHIVES[name]
@@ -68,8 +99,6 @@ def fetch(name: str, cache: Path) -> Path:
 
 def from_gguf(path: Path) -> Reference:
     """SmolLM2's tokenizer, built from the vocabulary and merges of the demo model's file."""
-    from gguf import GGUFReader
-
     fields = GGUFReader(path).fields
     tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
     types: list[int] = fields["tokenizer.ggml.token_type"].contents()
@@ -107,17 +136,24 @@ def from_tokenizer_json(name: str, archive: Path) -> Reference:
     entries = [by_id.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]]
     vocabulary = Vocabulary(
-        "gpt2", [e[0] for e in entries], [e[1] for e in entries], pre=name, merges=merges, add_bos=0
+        "gpt2", [e[0] for e in entries], [e[1] for e in entries], pre=name, merges=merges, add_bos=False
     )
+    parsing = tokenizers.Tokenizer.from_str(json.dumps(spec))
     oracle = tokenizers.Tokenizer.from_str(json.dumps(spec))
     oracle.encode_special_tokens = True
-    return Reference(name, vocabulary, _batch_encoder(oracle))
+    normalizer = oracle.normalizer
+    return Reference(
+        name,
+        vocabulary,
+        _batch_encoder(oracle),
+        _batch_encoder(parsing),
+        normalizer.normalize_str if normalizer is not None else str,
+        REPORTED.get(name, {}),
+    )
 
 
 def from_sentencepiece(archive: Path, member: str) -> Reference:
     """A SentencePiece model shipped inside a wheel."""
-    import sentencepiece
-
     with zipfile.ZipFile(archive) as wheel:
         oracle = sentencepiece.SentencePieceProcessor(model_proto=wheel.read(member))
     tokens, types, scores = [], [], []
@@ -135,11 +171,16 @@ def from_sentencepiece(archive: Path, member: str) -> Reference:
             if oracle.is_unused(i)
             else NORMAL
         )
-    vocabulary = Vocabulary("llama", tokens, types, scores=scores, add_bos=0)
-    return Reference("sentencepiece", vocabulary, lambda texts: oracle.encode(list(texts)))
+    vocabulary = Vocabulary("llama", tokens, types, scores=scores, add_bos=False)
+    return Reference(
+        "sentencepiece",
+        vocabulary,
+        lambda texts: oracle.encode(list(texts)),
+        normalize=lambda text: text.replace("\u2581", " "),
+    )
 
 
-def _batch_encoder(oracle: tokenizers.Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
+def _batch_encoder(oracle: tokenizers.Tokenizer) -> Encoder:
     def encode(texts: Sequence[str]) -> list[list[int]]:
         encodings = oracle.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]

@@ -18,9 +18,11 @@ import unicodedataplus as ucd
 
 TARGET = Path(__file__).resolve().parents[2] / "cuda_src/src/tokenizer/unicode_tables.cc"
 NORMALIZATION_VERSION = (9, 0)
-CATEGORIES = (
-    "Cn Cc Cf Co Cs Ll Lm Lo Lt Lu Mc Me Mn Nd Nl No Pc Pd Pe Pf Pi Po Ps Sc Sk Sm So Zl Zp Zs"
-).split()
+# Falcon's tokenizer calls punctuation what Unicode 8.0 did. Two of these are symbols now.
+FALCON_VERSION = (8, 0)
+FALCON_ONLY = (0x166D, 0x111C9)
+FALCON_PUNCTUATION = 0x80  # set beside the category
+CATEGORIES = ("Cn Cc Cf Co Cs Ll Lm Lo Lt Lu Mc Me Mn Nd Nl No Pc Pd Pe Pf Pi Po Ps Sc Sk Sm So Zl Zp Zs").split()
 
 HEADER = """\
 // Written by tests/tools/make_unicode_tables.py from the Unicode character database; do not edit.
@@ -39,10 +41,10 @@ def ranges(values: list[int]) -> list[tuple[int, int]]:
     return [(c, values[c]) for c in starts]
 
 
-def is_normalized(char: str) -> bool:
-    """Whether the reference's normalization knows this character."""
+def is_known(char: str, version: tuple[int, int]) -> bool:
+    """Whether this version of Unicode had the character."""
     age = ucd.age(char)
-    return age[0].isdigit() and tuple(map(int, age.split("."))) <= NORMALIZATION_VERSION
+    return age[0].isdigit() and tuple(map(int, age.split("."))) <= version
 
 
 def decompositions() -> list[int]:
@@ -51,7 +53,7 @@ def decompositions() -> list[int]:
     for code in range(0x110000):
         char = chr(code)
         mapping = ucd.decomposition(char)
-        if not mapping or mapping.startswith("<") or not is_normalized(char):
+        if not mapping or mapping.startswith("<") or not is_known(char, NORMALIZATION_VERSION):
             continue
         parts = [int(part, 16) for part in mapping.split()]
         first, second = parts[0], parts[1] if len(parts) == 2 else 0
@@ -78,10 +80,12 @@ def render() -> str:
     """The whole source file."""
     chars = [chr(code) for code in range(0x110000)]
     category = [CATEGORIES.index(ucd.category(char)) for char in chars]
-    combining = [ucd.combining(char) if is_normalized(char) else 0 for char in chars]
-    text = HEADER.format(
-        unicode=ucd.unidata_version, normalization=".".join(map(str, NORMALIZATION_VERSION))
-    )
+    for code, char in enumerate(chars):
+        is_falcon = ucd.category(char)[0] == "P" and is_known(char, FALCON_VERSION)
+        if is_falcon or code in FALCON_ONLY:
+            category[code] |= FALCON_PUNCTUATION
+    combining = [ucd.combining(char) if is_known(char, NORMALIZATION_VERSION) else 0 for char in chars]
+    text = HEADER.format(unicode=ucd.unidata_version, normalization=".".join(map(str, NORMALIZATION_VERSION)))
     text += table("uint32_t", "kCategoryRanges", [hex(c << 8 | v) for c, v in ranges(category)])
     text += table("uint32_t", "kCombiningRanges", [hex(c << 8 | v) for c, v in ranges(combining)])
     text += table("uint64_t", "kDecompositions", [hex(entry) for entry in decompositions()])

@@ -49,7 +49,7 @@ std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const SpecialMa
   add(source.eom, "tokenizer.ggml.eom_token_id");
   for (const std::string_view name : kEndNames) {
     const int32_t id = vocab.find_special(name);
-    if (id >= 0 && vocab.type(id) == TokenType::kControl) add(id, "token name");
+    if (id >= 0 && vocab.type(id) == TokenType::kControl) add(id, "known name");
   }
   for (const int32_t id : find_turn_ends(source.chat_template, vocab, special, source.eos)) {
     add(id, "chat template");

@@ -5,9 +5,9 @@
 namespace xllm {
 namespace {
 
-// Falcon's punctuation: \p{P} and the symbols of ASCII.
+// Falcon's punctuation: \p{P} as it once was, and the symbols of ASCII.
 bool is_falcon_punctuation(const Char &c) {
-  return c.is(kPunctuation) || (c.code < 0x80 && c.is(kSymbol));
+  return c.is(kFalconPunctuation) || (c.code < 0x80 && c.is(kSymbol));
 }
 
 // Falcon looks for digits after the bytes were written in GPT-2's alphabet, where these bytes, also

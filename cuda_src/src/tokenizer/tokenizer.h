@@ -75,7 +75,7 @@ struct DecodeOptions {
   bool is_continuation = false;
 };
 
-// One member of the end-of-generation set and why it is in it: a key's name, "token name" or "chat
+// One member of the end-of-generation set and why it is in it: a key's name, "known name" or "chat
 // template".
 struct EndToken {
   int32_t id;

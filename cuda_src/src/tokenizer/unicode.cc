@@ -21,9 +21,9 @@ uint16_t category_class(uint8_t category) {
   switch (category) {
     case kLu:
     case kLt:
-      return kLetter | kUpperLike | kCased;
+      return kLetter | kUpperLike;
     case kLl:
-      return kLetter | kLowerLike | kCased;
+      return kLetter | kLowerLike;
     case kLm:
     case kLo:
       return kLetter | kUpperLike | kLowerLike;
@@ -51,7 +51,9 @@ struct ClassTable {
       for (uint32_t i = 0; i < 256; ++i) {
         const uint32_t code = first + i;
         while (range + 1 < kCategoryRangesSize && kCategoryRanges[range + 1] >> 8 <= code) ++range;
-        page[i] = category_class(kCategoryRanges[range] & 0xFF);
+        const auto value = static_cast<uint8_t>(kCategoryRanges[range] & 0xFF);
+        page[i] = category_class(value & ~kFalconPunctuationFlag);
+        if ((value & kFalconPunctuationFlag) != 0) page[i] |= kFalconPunctuation;
         if (is_space(code)) page[i] |= kSpace;
         if (code == '\r' || code == '\n') page[i] |= kNewline;
       }

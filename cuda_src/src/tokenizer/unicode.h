@@ -50,16 +50,16 @@ void append_utf8(uint32_t code, std::string *out);
 
 // Bits of a character's class.
 enum CharClass : uint16_t {
-  kLetter = 1,       // \p{L}
-  kNumber = 2,       // \p{N}
-  kMark = 4,         // \p{M}
-  kPunctuation = 8,  // \p{P}
-  kSymbol = 16,      // \p{S}
-  kSpace = 32,       // \s, White_Space
-  kNewline = 64,     // \r or \n
-  kUpperLike = 128,  // Lu Lt Lm Lo M
-  kLowerLike = 256,  // Ll Lm Lo M
-  kCased = 512,      // Lu Ll Lt
+  kLetter = 1,               // \p{L}
+  kNumber = 2,               // \p{N}
+  kMark = 4,                 // \p{M}
+  kPunctuation = 8,          // \p{P}
+  kSymbol = 16,              // \p{S}
+  kSpace = 32,               // \s, White_Space
+  kNewline = 64,             // \r or \n
+  kUpperLike = 128,          // Lu Lt Lm Lo M
+  kLowerLike = 256,          // Ll Lm Lo M
+  kFalconPunctuation = 512,  // \p{P} of Unicode 8.0
 };
 
 // The class bits of a code point below 0x110000.

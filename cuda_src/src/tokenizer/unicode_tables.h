@@ -41,7 +41,11 @@ enum Category : uint8_t {
   kZs,
 };
 
-// first << 8 | category, ascending; each range ends where the next begins.
+// Set beside the category of what Unicode 8.0 called punctuation, which is what Falcon's tokenizer
+// does.
+constexpr uint8_t kFalconPunctuationFlag = 0x80;
+
+// first << 8 | category and flag, ascending; each range ends where the next begins.
 extern const uint32_t kCategoryRanges[];
 extern const size_t kCategoryRangesSize;
 
