@@ -84,12 +84,14 @@ class Server:
 
     Attributes:
         endpoints: what is listened on, with the ports that were chosen for port 0.
+        metrics_port: where metrics are scraped; 0: nowhere.
         health: what health checks are told.
     """
 
     def __init__(self, config: ServeConfig, *, loader: Loader = load) -> None:
         self.config = config
         self.endpoints: list[Endpoint] = []
+        self.metrics_port = 0
         self.gate = Gate(config.max_concurrent_calls)
         self.metrics = Metrics()
         self.health = HealthServicer((*SERVICES, config.model_name))
@@ -115,7 +117,7 @@ class Server:
                     await self._start_server(addresses, interceptor, credentials, reflection)
             if self.config.metrics is not None:
                 self.metrics.watch_engine(self.config.model_name, self._stats)
-                self._stop_metrics = self.metrics.serve(self.config.metrics)
+                self.metrics_port, self._stop_metrics = self.metrics.serve(self.config.metrics)
         except (ConfigError, SocketError, OSError) as error:
             await self.stop()
             raise StartError(str(error)) from None
@@ -207,8 +209,7 @@ class Server:
         server = grpc.aio.server(
             interceptors=[interceptor],
             options=_options(self.config),
-            # Beyond our own limit, which answers with a reason: this one bounds what even gets that far.
-            maximum_concurrent_rpcs=2 * self.config.max_concurrent_calls + 64,
+            maximum_concurrent_rpcs=_hard_limit(self.config),
         )
         self._servers.append(server)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.served), server)
@@ -260,11 +261,16 @@ def _add_port(server: grpc.aio.Server, address: Endpoint, credentials: grpc.Serv
         raise StartError(f"--listen {address}: cannot listen there ({error}); is it in use?") from None
 
 
+def _hard_limit(config: ServeConfig) -> int:
+    """What bounds the calls that even get as far as our own limit, which answers with a reason."""
+    return 2 * config.max_concurrent_calls + 64
+
+
 def _options(config: ServeConfig) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", config.max_concurrent_calls),
+        ("grpc.max_concurrent_streams", _hard_limit(config)),
         ("grpc.max_metadata_size", 16 * 1024),
         ("grpc.so_reuseport", 0),  # else a second server shares the port, and each gets half of the calls
         # A long prefill sends nothing for minutes: clients may ping every 10 s, also between calls.

@@ -28,7 +28,13 @@ principal: ContextVar[str] = ContextVar("principal", default="")
 
 _OURS = "/xllm.v1."
 # Answered whatever the server's phase: they describe it, or end work instead of beginning it.
-_ALWAYS = frozenset(("/xllm.v1.GenerationService/CancelGeneration", "/xllm.v1.GenerationService/GetGeneration"))
+_ALWAYS = frozenset(
+    (
+        "/xllm.v1.GenerationService/CancelGeneration",
+        "/xllm.v1.GenerationService/GetGeneration",
+        "/xllm.v1.ModelService/ListModels",
+    )
+)
 _ADMIN = "/xllm.v1.AdminService/"
 
 

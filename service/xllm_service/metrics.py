@@ -60,8 +60,8 @@ class Metrics:
         """Report an engine's statistics under its model's name; `snapshot` returns None while there is none."""
         self.registry.register(_EngineCollector(model, snapshot))
 
-    def serve(self, address: Endpoint) -> Callable[[], None]:
-        """Answer scrapes over plain HTTP from a thread, and return what stops it. Raises OSError."""
+    def serve(self, address: Endpoint) -> tuple[int, Callable[[], None]]:
+        """Answer scrapes over plain HTTP from a thread; return the port and what stops it. Raises OSError."""
         server, thread = start_http_server(address.port, address.host, self.registry)
 
         def stop() -> None:
@@ -69,7 +69,7 @@ class Metrics:
             server.server_close()
             thread.join()
 
-        return stop
+        return server.server_port, stop
 
 
 class _EngineCollector:

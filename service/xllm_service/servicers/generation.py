@@ -128,8 +128,9 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             task.cancel,
         )
         self._served.generations.add(live)
+        is_over = False
         # note: grpc.aio cancels this task when the client goes away; should it miss that, this does not.
-        context.add_done_callback(lambda _: None if task.done() else task.cancel())
+        context.add_done_callback(lambda _: None if is_over else task.cancel())
         try:
             await _check_digest(engine.model, request.expected_digest)
             prompt = await _prompt(engine.model, request)
@@ -145,6 +146,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             live.state = _STATES.get(error.code, GenerationState.FAILED)
             raise
         finally:
+            is_over = True
             if live.state in (GenerationState.QUEUED, GenerationState.RUNNING):
                 live.state = GenerationState.FAILED
             self._served.generations.remove(live)

@@ -13,6 +13,7 @@ from xllm_service.errors import ServiceError
 from xllm_service.servicers.served import Served
 from xllm_service.validation import validate_chat, validate_token_ids
 
+_ROPE_THETA = 10000.0  # RoPE's base in a file that does not say (arXiv:2104.09864)
 _LONG_TEXT = 4096  # characters; longer text is read in a worker thread
 
 
@@ -26,7 +27,12 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         self, request: model_service_pb2.ListModelsRequest, context: Any
     ) -> model_service_pb2.ListModelsResponse:
         """The models served, in short."""
-        return model_service_pb2.ListModelsResponse(models=[self._summary(self._served.get_engine(""))])
+        if self._served.engine is None:
+            loading = model_service_pb2.ModelSummary(
+                name=self._served.name, state=model_service_pb2.MODEL_STATE_LOADING
+            )
+            return model_service_pb2.ListModelsResponse(models=[loading])
+        return model_service_pb2.ListModelsResponse(models=[self._summary(self._served.engine)])
 
     async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any
@@ -113,7 +119,9 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
 def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.Model:
     model = engine.model
     info = model.info
-    facts = {fact.name: fact for fact in model.facts()}
+    found = model.facts()
+    facts = {fact.name: fact for fact in found}
+    keys = {entry.key.removeprefix(f"{info.architecture}."): entry.value_json for entry in model.metadata()}
     tensors = model.tensors()
     message = model_service_pb2.Model(
         shape=model_service_pb2.ModelShape(
@@ -123,6 +131,8 @@ def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.
             num_heads=info.num_heads,
             num_kv_heads=info.num_kv_heads,
             head_dim=info.head_dim,
+            rope_dim=int(keys.get("rope.dimension_count", info.head_dim)),
+            rope_theta=float(keys.get("rope.freq_base", _ROPE_THETA)),
             num_head_rows=info.vocab_size,
             has_tied_head=not any(tensor.name == "output.weight" for tensor in tensors),
         ),
@@ -130,13 +140,9 @@ def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.
         end_of_generation=_end_tokens(model),
         plan=convert.plan_message(engine.info.plan, convert.plan_context(engine.info), loaded=_loaded(engine)),
         inferred=[
-            model_service_pb2.InferredFact(name=fact.name, value=fact.value, source=fact.source)
-            for fact in facts.values()
+            model_service_pb2.InferredFact(name=fact.name, value=fact.value, source=fact.source) for fact in found
         ],
     )
-    for name, kind in (("rope_dim", int), ("rope_theta", float)):
-        if name in facts:
-            setattr(message.shape, name, kind(facts[name].value))
     try:
         model.check_tokenizer()
         message.tokenizer.CopyFrom(_tokenizer(model, facts))

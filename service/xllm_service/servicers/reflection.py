@@ -35,16 +35,17 @@ def _describe_v1() -> None:
     try:
         pool.FindFileContainingSymbol(SERVICES[1])
     except KeyError:
-        alpha = reflection_pb2.DESCRIPTOR.serialized_pb
-        # note: as bytes, because names of two lengths would break the wire format; so it goes through the message.
-        file = descriptor_pb2.FileDescriptorProto.FromString(alpha)
+        file = descriptor_pb2.FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
         file.name = "grpc/reflection/v1/reflection.proto"
         file.package = _V1
-        for message in file.message_type:
-            for field in message.field:
-                field.type_name = field.type_name.replace(f".{_ALPHA}.", f".{_V1}.")
-        for service in file.service:
-            for method in service.method:
-                method.input_type = method.input_type.replace(f".{_ALPHA}.", f".{_V1}.")
-                method.output_type = method.output_type.replace(f".{_ALPHA}.", f".{_V1}.")
+        for field in (field for message in file.message_type for field in message.field):
+            if field.HasField("type_name"):
+                field.type_name = _as_v1(field.type_name)
+        for method in (method for service in file.service for method in service.method):
+            method.input_type = _as_v1(method.input_type)
+            method.output_type = _as_v1(method.output_type)
         pool.AddSerializedFile(file.SerializeToString())
+
+
+def _as_v1(name: str) -> str:
+    return name.replace(f".{_ALPHA}.", f".{_V1}.")
