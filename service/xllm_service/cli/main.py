@@ -32,7 +32,7 @@ class _Verbs(TyperGroup):
     ) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(arguments, prog_name or "xllm", complete_var, standalone_mode=False, **extra) or DONE
+            code = super().main(arguments, "xllm", complete_var, standalone_mode=False, **extra) or DONE
         except typer.TyperException as error:
             # No verb at all: the help was printed, and its exception is empty.
             code = _complain(_usage(error), error.exit_code) if error.format_message() else error.exit_code

@@ -56,7 +56,8 @@ def top(
                     for engine in found:
                         print(json.dumps(engine, ensure_ascii=False), flush=True)
                 else:
-                    Console().print(draw(client.endpoint, found))
+                    # A pipe has no width: the table then gets what it needs.
+                    Console(width=None if Console().is_terminal else 200).print(draw(client.endpoint, found))
                 if once:
                     return
                 time.sleep(interval)

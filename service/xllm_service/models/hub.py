@@ -77,14 +77,16 @@ def fetch(name: HubName) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
+    _quieten()
     try:
-        file = choose_file(name, huggingface_hub.list_repo_files(name.repo))
-        paths = [
-            huggingface_hub.hf_hub_download(name.repo, shard, cache_dir=_folder(), library_name="xllm")
-            for shard in shards_of(file)
-        ]
+        if name.file.endswith(".gguf"):  # most likely the whole name: then the list is not needed
+            try:
+                return _download(name, name.file)
+            except errors.LocalEntryNotFoundError:  # the hub did not answer
+                raise
+            except errors.EntryNotFoundError:
+                pass
+        return _download(name, choose_file(name, huggingface_hub.list_repo_files(name.repo)))
     except errors.GatedRepoError as error:
         raise ModelFetchError(
             f"{name.repo} asks for its licence to be accepted: do so on its page, then run `hf auth login`"
@@ -104,7 +106,25 @@ def fetch(name: HubName) -> Path:
             f"{name} could not be fetched from the hub ({_first_line(error)}); check the network, "
             "or give the path of a .gguf file instead of a name"
         ) from error
+
+
+def _download(name: HubName, file: str) -> Path:
+    import huggingface_hub
+
+    paths = [
+        huggingface_hub.hf_hub_download(name.repo, shard, cache_dir=_folder(), library_name="xllm")
+        for shard in shards_of(file)
+    ]
     return Path(paths[0])
+
+
+def _quieten() -> None:
+    """Leave stderr to our own one line, and to the hub's bars where somebody sees them."""
+    from huggingface_hub.utils import disable_progress_bars, logging  # type: ignore[attr-defined]
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def _folder() -> Path:

@@ -5,6 +5,7 @@ An interrupted download begins again; the pieces of one that pip itself retries 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -80,11 +81,10 @@ def _pip() -> list[str]:
 
 def _bytes_under(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # moved or removed by pip meanwhile
-            continue
+    for parent, _, files in os.walk(folder):  # which, unlike rglob, passes over a folder that pip removes meanwhile
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -80,7 +80,7 @@ def measure(engine: LocalEngine, cell: Cell, seed: str) -> Sample:
     arrivals: dict[int, list[float]] = {request_id: [] for request_id in live}
     is_done = False
     try:
-        while live and not is_done:
+        while len(live) == cell.bs and not is_done:
             events = engine.take_events(_WAIT_S)
             now = time.perf_counter()
             for event in events:

@@ -64,7 +64,6 @@ def run_sweep(
                 config = load_config(path, flags)
                 base = _base_row(model, config)
                 with contextlib.ExitStack() as stack:
-                    peak.reset()
                     try:
                         engine = stack.enter_context(open_engine(model, config))
                         measure(engine, Cell(8, 4, 1), "warm-up")
@@ -82,6 +81,7 @@ def _measure_all(engine: LocalEngine, sweep: Sweep, machine: dict[str, Any], pea
     for number, cell in enumerate(sweep.cells):
         row = {**_engine_row(engine), **_cell_row(cell)}
         sample = Sample()
+        peak.reset()  # the engine itself stays in it; what an earlier cell or the read test took does not
         try:
             for run in range(sweep.repeat):
                 sample.add(measure(engine, cell, f"{number} {run}"))
