@@ -25,15 +25,17 @@ struct RowPointers {
 
 // Memory that will be read next: eight rows side by side are too many streams for the hardware to
 // follow, so the next eight are asked for while these are computed, as the one contiguous piece
-// that they are.
+// that they are. Past the end of a chunk too: the next chunk is often this thread's, and a prefetch
+// of memory that does not exist is ignored. An address, because it may be no pointer into anything.
 struct Ahead {
-  const uint8_t *next;
+  uintptr_t next;  // 0: nothing
 
   void advance(int size_bytes) {
-    if (next == nullptr) return;
-    for (int i = 0; i < size_bytes; i += 64)
+    if (next == 0) return;
+    for (uintptr_t i = 0; i < static_cast<uintptr_t>(size_bytes); i += 64) {
       _mm_prefetch(reinterpret_cast<const char *>(next + i), _MM_HINT_T0);
-    next += size_bytes;
+    }
+    next += static_cast<uintptr_t>(size_bytes);
   }
 };
 
@@ -558,10 +560,9 @@ void dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow 
     // Lanes beyond the last row compute it again.
     for (int i = 0; i < kRows; ++i)
       rows.p[i] = weights + static_cast<uint64_t>(r + (i < count ? i : count - 1)) * row_bytes;
-    Ahead ahead = {r + kRows < num_rows ? weights + static_cast<uint64_t>(r + kRows) * row_bytes
-                                        : nullptr};
+    Ahead ahead = {reinterpret_cast<uintptr_t>(rows.p[0]) + kRows * row_bytes};
     int t = 0;
-    for (; t + 4 <= num_tokens; t += 4, ahead.next = nullptr) {
+    for (; t + 4 <= num_tokens; t += 4, ahead.next = 0) {
       multiply_rows<Product<Type, 4>, 4>(rows, count, acts + t, cols, ahead,
                                          out + t * out_stride + r, out_stride);
     }

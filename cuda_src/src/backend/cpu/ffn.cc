@@ -5,6 +5,16 @@
 #include "backend/cpu/matmul.h"
 
 namespace xllm::cpu {
+namespace {
+
+// Rows of a chunk: 32 to 256, a multiple of 32, about eight chunks per thread.
+int ffn_chunk_rows(int num_tokens, int num_rows, int num_threads) {
+  const int wanted = num_rows / (8 * num_threads) / 32 * 32;
+  const int fitting = kFfnValues / std::min(num_tokens, kTokenBlock) / 32 * 32;
+  return std::max(32, std::min({wanted, fitting, 256}));
+}
+
+}  // namespace
 
 void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int layer_index,
                      const ForwardBatch &batch) {
@@ -16,23 +26,25 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
   const int num_tokens = batch.num_tokens();
   const bool is_raw = weights.form() == WeightForm::kRaw;
 
-  // A chunk owns the same rows of gate and up, and turns them into one quantised block of h while
+  // A chunk owns the same rows of gate and up, whole quantised blocks of h, and finishes them while
   // they are in the core's cache.
-  const int64_t row_chunks = (dims.intermediate_size + kFfnRows - 1) / kFfnRows;
-  const int64_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
+  const int chunk_rows = ffn_chunk_rows(num_tokens, dims.intermediate_size, pool_.num_threads());
+  const int chunk_tokens = kFfnValues / chunk_rows;
+  const int64_t row_chunks = (dims.intermediate_size + chunk_rows - 1) / chunk_rows;
+  const int64_t token_blocks = (num_tokens + chunk_tokens - 1) / chunk_tokens;
   pool_.parallel_for(row_chunks * token_blocks, [&](int64_t chunk, int thread) {
-    const int first_row = static_cast<int>(chunk % row_chunks) * kFfnRows;
-    const int num_rows = std::min(kFfnRows, dims.intermediate_size - first_row);
-    const int first_token = static_cast<int>(chunk / row_chunks) * kTokenBlock;
-    const int count = std::min(kTokenBlock, num_tokens - first_token);
-    float *gate = ws.thread_scratch(thread), *up = gate + kFfnRows * kTokenBlock;
+    const int first_row = static_cast<int>(chunk % row_chunks) * chunk_rows;
+    const int num_rows = std::min(chunk_rows, dims.intermediate_size - first_row);
+    const int first_token = static_cast<int>(chunk / row_chunks) * chunk_tokens;
+    const int count = std::min(chunk_tokens, num_tokens - first_token);
+    float *gate = ws.thread_scratch(thread), *up = gate + kFfnValues;
     multiply_chunk(*kernels_, layer.gate, first_row, num_rows, ws.hidden_act(), nullptr,
-                   first_token, count, gate, kFfnRows);
+                   first_token, count, gate, chunk_rows);
     multiply_chunk(*kernels_, layer.up, first_row, num_rows, ws.hidden_act(), nullptr, first_token,
-                   count, up, kFfnRows);
+                   count, up, chunk_rows);
     for (int t = 0; t < count; ++t) {
-      const int token = first_token + t;
-      kernels_->silu_mul(gate + t * kFfnRows, up + t * kFfnRows, num_rows, h.f(token) + first_row);
+      const int token = first_token + t, at = t * chunk_rows;
+      kernels_->silu_mul(gate + at, up + at, num_rows, h.f(token) + first_row);
       if (is_raw) h.quantize(*kernels_, token, first_row, num_rows);
     }
   });

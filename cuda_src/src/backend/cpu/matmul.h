@@ -16,10 +16,10 @@ namespace xllm::cpu {
 
 // Tokens of a chunk: their activations stay in the core's cache while the chunk's rows pass.
 constexpr int kTokenBlock = 64;
-// Rows of gate and up that one chunk of the feed-forward stage turns into one quantised block of
-// its product.
-constexpr int kFfnRows = 32;
-constexpr int64_t kFfnScratchFloats = int64_t{2} * kFfnRows * kTokenBlock;
+// A chunk of the feed-forward stage holds this many values each of gate and up: all rows of few
+// tokens in long runs through the weights, or few rows of many tokens.
+constexpr int kFfnValues = 2048;
+constexpr int64_t kFfnScratchFloats = int64_t{2} * kFfnValues;
 
 // out[t * out_stride + r] = dot(weights row first_row + r, act row t): the whole of one chunk, on
 // the calling thread.
