@@ -625,6 +625,10 @@ TEST(EndOfGeneration, WhatTheTemplateEndsAnAssistantTurnWith) {
        "}}"
        "<C>{% endif %}{% endfor %}{# '<E>' content '<E>' #}",
        {"<A>", "<C>"}},
+      {"{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content + '<E>' }}{% else %}"
+       "{{ m.content }}{% if m.tool_calls %}{{ '<tool>' }}{% endif %}{{ '<C>' }}{% endif %}"
+       "{% endfor %}",
+       {"<A>", "<C>"}},
       {"{% if", {"<A>"}},
       {"{{ content + '<C>", {"<A>", "<C>"}},
       {"no markers at all { } {{ }} {% %} {", {"<A>"}},
@@ -677,6 +681,18 @@ TEST(File, AGpt2VocabularyWithoutPreTokenizerHasIdsButNoText) {
     EXPECT_EQ(tokenizer->vocab_size(), 256);
     EXPECT_TRUE(tokenizer->is_choosable(255));
   }
+}
+
+TEST(File, KeysThatWouldChangeTheIdsAreNotIgnored) {
+  VocabBuilder gpt2("gpt2", "gpt-2");
+  gpt2.add_bytes();
+  gpt2.source.add_space_prefix = true;
+  EXPECT_NE(gpt2.create()->without_text_reason().find("add_space_prefix"), std::string::npos);
+  VocabBuilder llama = sentencepiece();
+  llama.source.remove_extra_whitespaces = true;
+  std::string message;
+  EXPECT_EQ(status_of([&] { llama.create(); }, &message), Status::kModelUnsupported);
+  EXPECT_NE(message.find("remove_extra_whitespaces"), std::string::npos);
 }
 
 TEST(File, UnknownNamesAreRefusedByName) {

@@ -42,7 +42,7 @@ class BpeModel : public TextModel {
   const PreTokenizer &pre_;
   PairMap<Merge> merges_;
   std::vector<std::string> virtual_symbols_;  // bytes of symbol num_tokens + index
-  std::unordered_map<std::string, int32_t> virtual_ids_;
+  std::unordered_map<std::string, int32_t, SeededHash> virtual_ids_;
 };
 
 }  // namespace xllm

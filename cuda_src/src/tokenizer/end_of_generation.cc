@@ -1,6 +1,8 @@
 #include "tokenizer/end_of_generation.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <string>
 
@@ -38,11 +40,9 @@ bool is_end_name(std::string_view name) {
 
 std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const SpecialMatcher &special,
                                              const VocabSource &source) {
-  std::vector<EndToken> ends;
-  const auto add = [&](std::optional<int32_t> id, const char *why) {
-    if (!id) return;
-    const auto same = [&](const EndToken &end) { return end.id == *id; };
-    if (std::none_of(ends.begin(), ends.end(), same)) ends.push_back({*id, why});
+  std::map<int32_t, std::string> sources;  // keeps the first source of an id
+  const auto add = [&](std::optional<int32_t> id, const char *source_name) {
+    if (id) sources.emplace(*id, source_name);
   };
   add(source.eos, "tokenizer.ggml.eos_token_id");
   add(source.eot, "tokenizer.ggml.eot_token_id");
@@ -54,8 +54,8 @@ std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const SpecialMa
   for (const int32_t id : find_turn_ends(source.chat_template, vocab, special, source.eos)) {
     add(id, "chat template");
   }
-  std::sort(ends.begin(), ends.end(),
-            [](const EndToken &a, const EndToken &b) { return a.id < b.id; });
+  std::vector<EndToken> ends;
+  for (const auto &[id, source_name] : sources) ends.push_back({id, source_name});
   return ends;
 }
 

@@ -36,6 +36,15 @@ inline uint64_t random_seed() {
   return (static_cast<uint64_t>(device()) << 32 | device()) | 1;
 }
 
+// hash_bytes for the standard containers.
+class SeededHash {
+ public:
+  size_t operator()(std::string_view bytes) const { return hash_bytes(bytes, seed_); }
+
+ private:
+  uint64_t seed_ = random_seed();
+};
+
 // How many slots, a power of two, hold this many entries.
 inline size_t num_slots_for(size_t capacity) {
   size_t size = 16;

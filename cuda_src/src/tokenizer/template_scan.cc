@@ -1,6 +1,8 @@
 #include "tokenizer/template_scan.h"
 
 #include <algorithm>
+#include <iterator>
+#include <set>
 #include <string>
 
 namespace xllm {
@@ -71,10 +73,8 @@ class Scanner {
       pos = std::min(end + 2, source.size());
     }
     std::vector<int32_t> ends;
-    for (const int32_t id : ends_) {
-      const bool is_start = std::find(starts_.begin(), starts_.end(), id) != starts_.end();
-      if (!is_start && std::find(ends.begin(), ends.end(), id) == ends.end()) ends.push_back(id);
-    }
+    std::set_difference(ends_.begin(), ends_.end(), starts_.begin(), starts_.end(),
+                        std::back_inserter(ends));
     return ends;
   }
 
@@ -184,9 +184,9 @@ class Scanner {
 
   void control(int32_t id) {
     if (role_ == Role::kPrompt) {
-      starts_.push_back(id);
+      starts_.insert(id);
     } else if (awaits_end_) {
-      ends_.push_back(id);
+      ends_.insert(id);
     }
     awaits_end_ = false;
     last_control_ = id;
@@ -194,7 +194,7 @@ class Scanner {
 
   // The token just written stands before a role's name.
   void starts_turn() {
-    if (last_control_ >= 0) starts_.push_back(last_control_);
+    if (last_control_ >= 0) starts_.insert(last_control_);
     last_control_ = -1;
   }
 
@@ -206,8 +206,8 @@ class Scanner {
   size_t num_loops_ = 0;
   bool awaits_end_ = false;    // a message was written; the next CONTROL token ends it
   int32_t last_control_ = -1;  // the CONTROL token just written, if nothing followed it yet
-  std::vector<int32_t> ends_;
-  std::vector<int32_t> starts_;
+  std::set<int32_t> ends_;
+  std::set<int32_t> starts_;
 };
 
 }  // namespace

@@ -12,7 +12,7 @@
 
 namespace xllm {
 
-// Ids of the CONTROL tokens that end an assistant turn, in order of appearance. A template that
+// Ids of the CONTROL tokens that end an assistant turn, ascending. A template that
 // only writes eos_token there gives `eos`. Tokens that a template opens a turn with, or writes when
 // add_generation_prompt is set, are left out. Linear in the source; what it cannot follow it passes
 // over.

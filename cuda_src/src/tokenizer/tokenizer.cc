@@ -63,6 +63,12 @@ Tokenizer::Tokenizer(const VocabSource &source)
           pre_tokenizer_names() + " with a flag, or send token ids";
       return;
     }
+    if (source.add_space_prefix.value_or(false)) {
+      without_text_reason_ =
+          "tokenizer.ggml.add_space_prefix: expected false with a gpt2 vocabulary, found true; "
+          "send token ids";
+      return;
+    }
     const PreTokenizer *pre = find_pre_tokenizer(*source.pre);
     if (pre == nullptr) {
       throw Error(Status::kModelUnsupported, source.pre_source + ": expected one of " +
@@ -212,8 +218,9 @@ std::optional<int32_t> Tokenizer::find_special(std::string_view name) const {
 }
 
 bool Tokenizer::is_end_of_generation(int32_t id) const {
-  return std::any_of(end_of_generation_.begin(), end_of_generation_.end(),
-                     [id](const EndToken &end) { return end.id == id; });
+  const auto at = std::lower_bound(end_of_generation_.begin(), end_of_generation_.end(), id,
+                                   [](const EndToken &end, int32_t i) { return end.id < i; });
+  return at != end_of_generation_.end() && at->id == id;
 }
 
 }  // namespace xllm

@@ -25,12 +25,14 @@ class Vocab;
 
 // Values of tokenizer.ggml.token_type.
 enum class TokenType : int32_t {
-  kUndefined = 0,
+  kUndefined = 0,  // treated as kNormal
   kNormal = 1,
   kUnknown = 2,
-  kControl = 3,  // from text only with parse_special; to text only with render_special
-  kUserDefined =
-      4,  // always matched in text, longest first, before pre-tokenising; ordinary text in output
+  // From text only with parse_special, to text only with render_special. A kUserDefined token with
+  // a name that ends turns in some model family counts as one.
+  kControl = 3,
+  // Always matched in text, longest first, before pre-tokenising; ordinary text in output.
+  kUserDefined = 4,
   kUnused = 5,  // padding rows: accepted in prompts, decode to nothing, never chosen
   kByte = 6,    // SentencePiece byte fallback, <0x00> to <0xFF>
 };
@@ -38,27 +40,39 @@ enum class TokenType : int32_t {
 // What a model file says about its vocabulary. create() copies all it keeps: nothing here need
 // outlive that call.
 struct VocabSource {
-  std::string model;               // tokenizer.ggml.model: "gpt2", "llama" or "no_vocab"
-  std::optional<std::string> pre;  // pre-tokenizer name; gpt2 only, never guessed
-  std::string pre_source = "tokenizer.ggml.pre";  // where `pre` came from (key or flag), echoed
-  std::vector<std::string_view>
-      tokens;                 // as stored: GPT-2's byte alphabet, or U+2581 for the space
-  Span<const float> scores;   // llama: one per token; gpt2: unused, may be empty
-  Span<const int32_t> types;  // TokenType values; empty: all kNormal
-  std::vector<std::string_view> merges;  // gpt2: "left right", best first
-  int32_t num_rows = 0;                  // rows of the head, padding included; 0: tokens.size()
-  std::optional<int32_t> bos, eos, eot, eom, unk, pad, sep;  // tokenizer.ggml.*_token_id
-  std::optional<bool> add_bos,
-      add_eos;  // tokenizer.ggml.add_{bos,eos}_token; unset: the family's default
-  std::optional<bool> add_space_prefix;          // llama only; unset: true
-  std::optional<bool> remove_extra_whitespaces;  // llama only; unset: false
-  std::string_view chat_template;  // Jinja source; read only to learn what ends an assistant turn
+  // tokenizer.ggml.model: "gpt2", "llama" or "no_vocab".
+  std::string model;
+  // The pre-tokenizer's name, for gpt2 only and never guessed, and the key or flag it came from.
+  std::optional<std::string> pre;
+  std::string pre_source = "tokenizer.ggml.pre";
+  // As stored: in GPT-2's byte alphabet, or with U+2581 for the space.
+  std::vector<std::string_view> tokens;
+  // llama: one per token; gpt2: not used, may be empty.
+  Span<const float> scores;
+  // TokenType values; empty: all kNormal.
+  Span<const int32_t> types;
+  // gpt2: "left right", best first.
+  std::vector<std::string_view> merges;
+  // Rows of the head, padding included; 0: tokens.size().
+  int32_t num_rows = 0;
+  // tokenizer.ggml.*_token_id.
+  std::optional<int32_t> bos, eos, eot, eom, unk, pad, sep;
+  // tokenizer.ggml.add_{bos,eos}_token; unset: the family's default.
+  std::optional<bool> add_bos, add_eos;
+  // A space in front of every text. llama: unset means true; gpt2: with true there are no text
+  // calls.
+  std::optional<bool> add_space_prefix;
+  // Refused if true.
+  std::optional<bool> remove_extra_whitespaces;
+  // Jinja source; read only to learn what ends an assistant turn.
+  std::string_view chat_template;
 };
 
 struct EncodeOptions {
-  bool add_special =
-      true;  // BOS and EOS as the vocabulary asks; a BOS the text already gave is not doubled
-  bool parse_special = false;  // CONTROL tokens written out in the text become those tokens
+  // BOS and EOS as the vocabulary asks; a BOS that the text gave already is not doubled.
+  bool add_special = true;
+  // CONTROL tokens written out in the text become those tokens.
+  bool parse_special = false;
 };
 
 // A run of rendered chat text. Control tokens are recognised only where every byte of them comes
@@ -139,10 +153,10 @@ class Tokenizer {
   const std::vector<EndToken> &end_of_generation() const { return end_of_generation_; }
   bool is_end_of_generation(int32_t id) const;
 
-  const std::string &model() const { return model_; }  // "gpt2", "llama", "no_vocab"
-  const std::string &pre_tokenizer() const {
-    return pre_tokenizer_;
-  }  // "" where the model has none
+  // "gpt2", "llama" or "no_vocab"; the pre-tokenizer's name, "" where there is none, and its
+  // source.
+  const std::string &model() const { return model_; }
+  const std::string &pre_tokenizer() const { return pre_tokenizer_; }
   const std::string &pre_tokenizer_source() const { return pre_tokenizer_source_; }
 
  private:
