@@ -176,7 +176,7 @@ class Server:
     async def stop(self) -> None:
         """End what still runs, close every address and free the engine. Calling it again is harmless."""
         self.gate.phase = Phase.DRAINING
-        self.health.set_serving(False)
+        self.health.close()
         if self._follower is not None:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -187,7 +187,7 @@ class Server:
         while len(self.served.generations) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         servers, self._servers = self._servers, []
-        await asyncio.gather(*(server.stop(grace=_STOP_S if self.gate.num_calls else None) for server in servers))
+        await asyncio.gather(*(server.stop(grace=_STOP_S) for server in servers))
         while self._sockets:
             self._sockets.pop().close()
         if self._stop_metrics is not None:

@@ -674,8 +674,13 @@ class AsyncEngine:
         """
         if problem := self.problem():
             raise ServiceError(Reason.ENGINE_FAILED, problem)
-        with _translated():
+        try:
             request_id = self._core.submit(_core_request(prompt, request, deadline_s))
+        except XllmError as error:
+            failure = to_service_error(error)
+            if failure.reason is Reason.PROMPT_TOO_LONG:  # the core tells how long the prompt may be
+                failure.metadata["max_seq_len"] = str(self.info.max_seq_len)
+            raise failure from error
         stream = self._streams[request_id] = _Stream()
         stream.on_stall = on_stall
         is_over = False

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from xllm_service.errors import Reason, ServiceError
 from xllm_service.logs import get_logger
 
 _CHECK_S = 1.0  # between looks at the engine; faults.md asks for the truth within 5 s
@@ -33,6 +34,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(("", *names))
         self._is_serving = False
+        self._is_closed = False
         self._changed = asyncio.Event()
 
     @property
@@ -42,11 +44,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     def set_serving(self, is_serving: bool) -> None:
         """Say it, and wake every watcher where that is news."""
-        if is_serving == self._is_serving:
-            return
-        self._is_serving = is_serving
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if is_serving != self._is_serving:
+            self._is_serving = is_serving
+            self._wake()
+
+    def close(self) -> None:
+        """Say NOT_SERVING for good, and end every Watch, which would otherwise hold up the server's end."""
+        self._is_serving = False
+        self._is_closed = True
+        self._wake()
 
     async def follow(self, problem: Callable[[], str]) -> None:
         """Keep the answer true until cancelled: SERVING while `problem` returns ""."""
@@ -72,10 +78,17 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             changed = self._changed
             status = self._status(request.service)
             if status != last:
+                # note: it may change again while this is written, so the loop looks once more before it waits.
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last = status
-                continue  # it may have changed meanwhile
+                continue
+            if self._is_closed:
+                raise ServiceError(Reason.DRAINING, "the server stops")
             await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _status(self, name: str) -> Any:
         if name not in self._names:

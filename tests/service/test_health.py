@@ -77,3 +77,13 @@ async def test_health_answers_while_every_slot_is_taken(serve: Serve, engine: Fa
         call = client.generate("x")
         assert await status_of(client) == SERVING
         call.close()
+
+
+async def test_a_watcher_does_not_hold_up_the_end(client: AsyncClient, server: Server) -> None:
+    watch = stub(client).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == SERVING
+    await server.stop()
+    assert (await watch.read()).status == NOT_SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        await watch.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -79,7 +79,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             # note: initial metadata goes out with the first write, so a refusal before it can be tried again.
             await context.write(response)
 
-        await self._run(request.spec, context, send)
+        await self._run("Generate", request.spec, context, send)
 
     async def GenerateOnce(
         self, request: generation_service_pb2.GenerateOnceRequest, context: Any
@@ -101,7 +101,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 reply.usage.CopyFrom(event.usage)
                 reply.timings.CopyFrom(event.timings)
 
-        await self._run(request.spec, context, collect)
+        await self._run("GenerateOnce", request.spec, context, collect)
         output.text = "".join(texts)
         return reply
 
@@ -114,7 +114,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         state = self._served.generations.cancel(principal.get(), request.request_id)
         return generation_service_pb2.CancelGenerationResponse(state=f"GENERATION_STATE_{state.value}")
 
-    async def _run(self, spec: generation_service_pb2.GenerationSpec, context: Any, send: Send) -> None:
+    async def _run(self, call: str, spec: generation_service_pb2.GenerationSpec, context: Any, send: Send) -> None:
         """Check a request, run it and send its events."""
         arrival = time.monotonic()
         engine = self._served.get_engine(spec.model)
@@ -144,6 +144,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             raise live.failure from None
         except ServiceError as error:
             live.state = _STATES.get(error.code, GenerationState.FAILED)
+            _name_what_was_asked(error, call, spec)
             raise
         finally:
             is_over = True
@@ -266,6 +267,17 @@ class _Sender:
             timings.time_to_first_token.CopyFrom(convert.duration(self._first_token_at - self._arrival))
         usage = convert.usage_message(event.num_prompt_tokens, event.num_cached_tokens, event.num_generated_tokens)
         await self._send(generation_pb2.Finished(usage=usage, timings=timings))
+
+
+def _name_what_was_asked(error: ServiceError, call: str, spec: generation_service_pb2.GenerationSpec) -> None:
+    """Say of a refusal from below, in the caller's words, which call and which field it is about."""
+    if error.reason is Reason.DECODE_MODE_MISMATCH:
+        error.message = error.message.replace(error.metadata.get("call", ""), call)
+        error.metadata["call"] = call
+    elif error.reason is Reason.TEMPLATE_REFUSED:
+        error.field = f"spec.{error.field}"
+    elif error.reason in (Reason.PROMPT_TOO_LONG, Reason.NEVER_FITS):
+        error.field = f"spec.{spec.WhichOneof('input')}"
 
 
 async def _check_digest(model: Model, expected: str) -> None:
