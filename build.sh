@@ -208,12 +208,24 @@ while [ $# -gt 0 ]; do
   shift
 done
 
+# note: no `&&` after these functions, it would switch off errexit inside them and a failed build would go on.
 case "$VERB" in
   build) build ;;
-  demo) build && bash scripts/demo.sh ;;
+  demo)
+    build
+    bash scripts/demo.sh
+    ;;
   test) run_tests ;;
-  check) build && install test lint && bash scripts/check.sh ;;
-  format) venv && install lint && bash scripts/format.sh ;;
+  check)
+    build
+    install test lint
+    bash scripts/check.sh
+    ;;
+  format)
+    venv
+    install lint
+    bash scripts/format.sh
+    ;;
   wheel) wheel ;;
   lock) lock "${ARGS[@]}" ;;
   clean) clean ;;
