@@ -59,9 +59,9 @@ async def test_each_cell_of_the_table(
 @pytest.mark.parametrize(("engine", "mode"), [("batched", BATCHED), ("per-slot", PER_SLOT), ("auto", AUTO)])
 async def test_the_engines_own_mode_is_told(model: Path, tmp_path: Path, engine: str, mode: DecodeMode) -> None:
     async with serving(model, tmp_path, decode_mode=engine) as (_, client):
-        assert (await client.models())[0].decode_mode == mode
+        assert DecodeMode((await client.models())[0].decode_mode) is mode
         plan = (await client.get_model()).plan
-        assert plan.decode_mode == mode
+        assert DecodeMode(plan.decode_mode) is mode
         assert [DecodeMode(weights.decode_mode) for weights in plan.weight_sets] == (
             [BATCHED, PER_SLOT] if mode is AUTO else [mode]
         )

@@ -170,14 +170,14 @@ async def test_34_logits_that_are_not_finite_end_that_request(tmp_path: Path) ->
 
 
 async def test_36_a_storm_of_streams_that_are_reset_at_once(random_model: Path, tmp_path: Path) -> None:
-    async with serving(random_model, tmp_path, max_concurrent_calls=16, max_queue=8) as (server, client):
-        async with unharmed(server, client):
-            highest = 0
-            for _ in range(20):
-                storm = [client.generate("x", max_tokens=1000) for _ in range(100)]
-                await asyncio.sleep(0)
-                for call in storm:
-                    call.close()
-                highest = max(highest, server.gate.num_calls)
-                await asyncio.sleep(0)
-            assert highest <= 16
+    settings = {"max_concurrent_calls": 16, "max_queue": 8}
+    async with serving(random_model, tmp_path, **settings) as (server, client), unharmed(server, client):
+        highest = 0
+        for _ in range(20):
+            storm = [client.generate("x", max_tokens=1000) for _ in range(100)]
+            await asyncio.sleep(0)
+            for call in storm:
+                call.close()
+            highest = max(highest, server.gate.num_calls)
+            await asyncio.sleep(0)
+        assert highest <= 16
