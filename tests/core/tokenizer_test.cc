@@ -153,6 +153,7 @@ TEST(Nfc, ComposesReordersAndKeeps) {
   EXPECT_EQ(to_nfc("\u0958"), "\u0915\u093c");  // excluded from composition
   EXPECT_EQ(to_nfc("a\u0301\u0301"), "\u00e1\u0301");
   EXPECT_EQ(to_nfc("\u0344"), "\u0308\u0301");
+  EXPECT_EQ(to_nfc("a\u0316\u0323"), "a\u0316\u0323");  // blocked by a mark of the same class
   EXPECT_EQ(to_nfc("plain"), "plain");
 }
 
@@ -540,6 +541,21 @@ TEST(Spm, TheSpaceInFrontComesAndGoesOnce) {
     continuation.is_continuation = true;
     EXPECT_EQ(tokenizer->decode(first, continuation), text.empty() ? "" : " " + text);
   }
+}
+
+TEST(Spm, TheSpaceInFrontBelongsToTextsAndToWhatFollowsAControlToken) {
+  VocabBuilder builder = sentencepiece();
+  const int32_t space = builder.add("\u2581", TokenType::kNormal, -3);
+  const int32_t a = builder.add("a", TokenType::kNormal, -3);
+  const int32_t user = builder.add("<u>", TokenType::kUserDefined);
+  const auto tokenizer = builder.create();
+  const int32_t end = *tokenizer->eos();
+  EncodeOptions parse = plain();
+  parse.parse_special = true;
+  EXPECT_EQ(tokenizer->encode("a<u>a", parse), (Ids{space, a, user, a}));
+  EXPECT_EQ(tokenizer->encode("<u>a", parse), (Ids{space, user, a}));
+  EXPECT_EQ(tokenizer->encode("a</s>a", parse), (Ids{space, a, end, space, a}));
+  EXPECT_EQ(tokenizer->encode("</s>", parse), (Ids{end}));
 }
 
 TEST(Spm, WhatIsNoPieceFallsBackToBytesElseToOneUnknown) {

@@ -55,6 +55,7 @@ std::vector<EndToken> find_end_of_generation(const Vocab &vocab, const SpecialMa
     add(id, "chat template");
   }
   std::vector<EndToken> ends;
+  ends.reserve(sources.size());
   for (const auto &[id, source_name] : sources) ends.push_back({id, source_name});
   return ends;
 }
