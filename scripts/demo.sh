@@ -58,8 +58,9 @@ EOF
 say 'xllm generate "The capital of France is"'
 xllm generate "The capital of France is" --endpoint "$endpoint" --max-tokens 48 --temperature 0
 
-say 'xllm generate --chat "What is the capital of France?"'
-xllm generate "What is the capital of France?" --chat --endpoint "$endpoint" --max-tokens 48 --temperature 0
+question="Give me three tips for a good night's sleep."
+say "xllm generate --chat \"$question\""
+xllm generate "$question" --chat --endpoint "$endpoint" --max-tokens 80 --temperature 0
 
 say "stopping the server"
 kill "$server"
