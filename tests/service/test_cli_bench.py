@@ -326,3 +326,14 @@ def test_there_are_no_rates_at_first_or_after_a_restart() -> None:
     before = load_at(10, num_steps=100)
     assert top.describe(before, None)["decode_tok_s"] is None
     assert top.describe(load_at(12, num_steps=5), before)["decode_tok_s"] is None
+
+
+def test_the_report_has_a_line_for_every_row_and_every_failure(bench: Any, tmp_path: Path) -> None:
+    from bench.report import report
+
+    found = json.loads(bench("--kv-type", "f16,int4", "--batch", "1,2", "--gen-tokens", "64", "--json", "-").stdout)
+    text = report(found)
+    assert sum(line.startswith("| batched | cpu/none | f16 |") for line in text.splitlines()) == 2
+    assert sum(line.endswith("does not fit; shrink it") for line in text.splitlines()) == 2
+    assert "### m.gguf" in text
+    assert found["machine"]["date"][:10] in text

@@ -53,7 +53,7 @@ def bench(
     from xllm_service.cli.benchmark.machine import describe_machine
     from xllm_service.cli.benchmark.plot import require_matplotlib, save_plot
     from xllm_service.cli.benchmark.rows import Row, Sweep, run_sweep
-    from xllm_service.cli.benchmark.table import print_table
+    from xllm_service.cli.benchmark.table import describe_row, print_table
     from xllm_service.cli.terminal import progress, say
     from xllm_service.config import load_config
     from xllm_service.models import resolve_model
@@ -78,8 +78,7 @@ def bench(
 
     def on_row(row: Row) -> None:
         rows.append(row)
-        cell = f"KV {row['kv_type']}, cap {row['cap']}, prompt {row['prompt_tokens']}, bs {row['bs']}"
-        say(f"xllm: {cell}: {row.get('error') or '{} ms a step'.format(row['step_ms'])}")
+        say(f"xllm: {describe_row(row)}")
 
     try:
         run_sweep(path, settings, sweep, machine, on_row)
