@@ -19,16 +19,19 @@
 #include "base/error.h"
 #include "tiny_model.h"
 
-// Every allocation from the heap counts, so that a test can see that a step makes none.
+// Every allocation from the heap counts, so that a test can see that a step makes none. Not
+// inlined: the compiler would take the pair of new and free for a mistake.
 static std::atomic<int64_t> num_allocations{0};
-void *operator new(size_t size) {
+__attribute__((noinline)) void *operator new(size_t size) {
   num_allocations.fetch_add(1, std::memory_order_relaxed);
   void *memory = std::malloc(size == 0 ? 1 : size);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void *memory) noexcept { std::free(memory); }
-void operator delete(void *memory, size_t /*size*/) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void *memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void *memory, size_t /*size*/) noexcept {
+  std::free(memory);
+}
 
 namespace xllm {
 namespace {
