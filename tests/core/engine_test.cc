@@ -787,6 +787,18 @@ TEST(DecodeModes, WhatTheBackendLacksIsRefusedByName) {
   EXPECT_EQ(run(engine.get(), request(prompt_of(4), 2)).finished.status, Status::kOk);
 }
 
+TEST(DecodeModes, AKvTypeThatTheBackendLacksIsRefusedBeforeLoading) {
+  auto control = std::make_shared<Control>();
+  control->has_int8 = false;
+  for (const DecodeMode mode : {DecodeMode::kBatched, DecodeMode::kAuto}) {
+    EngineConfig config = small_config();
+    config.decode_mode = mode;
+    config.kv_type = KvType::kInt8;
+    EXPECT_EQ(status_of([&] { make_engine(config, control); }), Status::kUnimplemented);
+  }
+  EXPECT_EQ(control->num_loaded, 0);
+}
+
 TEST(DecodeModes, WhatDoesNotFitIsRefusedBeforeAnythingIsLoaded) {
   auto control = std::make_shared<Control>();
   control->free_bytes = 500;

@@ -78,6 +78,7 @@ class RecallBackend : public Backend {
     std::atomic<bool> fails{false};  // the next step throws as a broken device does
     uint64_t free_bytes = uint64_t{1} << 30;
     bool has_per_slot = true;
+    bool has_int8 = true;
     std::atomic<int> num_loaded{0};  // weight sets
     std::atomic<int> most_rows{0};   // of any step
     std::atomic<int> most_seqs{0};
@@ -102,6 +103,11 @@ class RecallBackend : public Backend {
     BackendPlan plan;
     plan.weight_bytes = 1000;
     return plan;
+  }
+  void check_kv(const KvView &kv) const override {
+    if (kv.layout.type == KvType::kInt8 && !control_->has_int8) {
+      throw Error(Status::kUnimplemented, "recall: KV type int8 is not built; use f16");
+    }
   }
   std::unique_ptr<WeightSet> load_weights(
       const ModelDims &, const ModelTensors &, WeightForm form,

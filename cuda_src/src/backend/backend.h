@@ -218,6 +218,10 @@ class Backend {
   virtual BackendPlan plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, int max_step_tokens,
                            int max_seqs) const = 0;
 
+  // Throws Error(kUnimplemented) where the device cannot compute with keys and values stored this way; asked before
+  // anything is loaded. Looks at kv.layout alone. The default takes every layout.
+  virtual void check_kv(const KvView &kv) const;
+
   // Prepare one set of weights. `progress`, if any, is called with bytes done and bytes in all.
   virtual std::unique_ptr<WeightSet> load_weights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
                                                   const std::function<void(uint64_t, uint64_t)> &progress) = 0;

@@ -67,13 +67,20 @@ EnginePlan plan_engine(const EngineModel &model, const EngineConfig &config,
   options.max_slots = config.max_slots;
   options.max_seq_len = out.max_seq_len;
   options.prefill_chunk_tokens = config.prefill_chunk;
+  const auto plan = [&] {
+    MemoryPlan memory = make_plan(backend, model.dims, model.tensors, options);
+    for (const WeightSetPlan &set : memory.sets) backend.check_kv({set.kv_layout});
+    return memory;
+  };
   try {
-    out.memory = make_plan(backend, model.dims, model.tensors, options);
+    out.memory = plan();
   } catch (const Error &error) {
     if (error.status() != Status::kUnimplemented || !options.dequantized_later) throw;
+    // An AUTO engine does without the per-slot way and refuses it when asked. Where it is the
+    // batched way that is lacking, this throws again.
     out.without_per_slot = error.message();
     options.dequantized_later = false;
-    out.memory = make_plan(backend, model.dims, model.tensors, options);
+    out.memory = plan();
   }
   return out;
 }

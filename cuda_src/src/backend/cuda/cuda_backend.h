@@ -55,7 +55,7 @@ class CudaBackend : public Backend {
   // x += product of act with matrix.
   void add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias, const ActBuffer &act);
   void capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages);
-  void check_kv(const KvView &kv) const;
+  void check_kv(const KvView &kv) const override;
 
   Device device_;
   DeviceInfo info_;

@@ -1,0 +1,200 @@
+// The C ABI of requests and their events.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "capi/guard.h"
+#include "capi/handles.h"
+#include "engine/engine.h"
+#include "engine/request.h"
+#include "xllm.h"
+
+namespace xllm {
+namespace {
+
+RequestOptions read_request(const xllm_request *in, int max_seq_len) {
+  require(in, "request");
+  const xllm_request r = read_struct(in, xllm_request_init, "xllm_request");
+  require_array(r.prompt, r.num_prompt, "prompt");
+  require_array(r.stop_strings, r.num_stop_strings, "stop_strings");
+  require_array(r.stop_token_ids, r.num_stop_token_ids, "stop_token_ids");
+  require_array(r.logit_biases, r.num_logit_biases, "logit_biases");
+  require_range(static_cast<int>(r.decode_mode), 0, 2, "decode_mode");
+  require_range(static_cast<int>(r.delivery), 0, 1, "delivery");
+  // Before anything is copied: a count that is out of range may have no memory behind it.
+  check_prompt_length(r.num_prompt, max_seq_len);
+  require_range(static_cast<int>(std::min<size_t>(r.num_stop_strings, 1000)), 0, 16,
+                "stop_strings");
+  require_range(static_cast<int>(std::min<size_t>(r.num_stop_token_ids, 1000)), 0, 64,
+                "stop_token_ids");
+  require_range(static_cast<int>(std::min<size_t>(r.num_logit_biases, 10000)), 0, 1024,
+                "logit_biases");
+  RequestOptions out;
+  if (r.num_prompt > 0) out.prompt.assign(r.prompt, r.prompt + r.num_prompt);
+  out.decode_mode = static_cast<DecodeMode>(r.decode_mode);
+  out.delivery = static_cast<Delivery>(r.delivery);
+  out.sampling.temperature = r.sampling.temperature;
+  out.sampling.top_k = r.sampling.top_k;
+  out.sampling.top_p = r.sampling.top_p;
+  out.sampling.min_p = r.sampling.min_p;
+  out.sampling.repetition_penalty = r.sampling.repetition_penalty;
+  out.sampling.frequency_penalty = r.sampling.frequency_penalty;
+  out.sampling.presence_penalty = r.sampling.presence_penalty;
+  if (r.sampling.has_seed != 0) out.sampling.seed = r.sampling.seed;
+  out.max_tokens = r.max_tokens;
+  out.min_tokens = r.min_tokens;
+  out.ignore_eos = r.ignore_eos != 0;
+  out.num_logprobs = r.num_logprobs;
+  for (size_t i = 0; i < r.num_stop_strings; ++i) {
+    const xllm_text &text = r.stop_strings[i];
+    require_array(text.data, text.size, "stop_strings");
+    out.stop_strings.emplace_back(text.size > 0 ? text.data : "", std::min<size_t>(text.size, 257));
+  }
+  if (r.num_stop_token_ids > 0) {
+    out.stop_token_ids.assign(r.stop_token_ids, r.stop_token_ids + r.num_stop_token_ids);
+  }
+  for (size_t i = 0; i < r.num_logit_biases; ++i) {
+    out.biases.push_back({r.logit_biases[i].token_id, r.logit_biases[i].bias});
+  }
+  out.priority = r.priority;
+  out.max_queue_s = r.max_queue_s;
+  out.max_duration_s = r.max_duration_s;
+  return out;
+}
+
+xllm_event to_c(const Event &event, const xllm_candidate *candidates) {
+  xllm_event out{};
+  out.kind = static_cast<xllm_event_kind>(event.kind);
+  out.request_id = event.request_id;
+  out.slot = event.slot;
+  out.epoch = event.epoch;
+  out.decode_mode = static_cast<xllm_decode_mode>(event.decode_mode);
+  out.seed = event.seed;
+  out.max_tokens = event.max_tokens;
+  out.num_prompt_tokens = event.num_prompt_tokens;
+  out.num_cached_tokens = event.num_cached_tokens;
+  out.num_computed_tokens = event.num_computed_tokens;
+  out.token_id = event.token_id;
+  out.token_index = event.token_index;
+  out.piece = event.has_piece ? event.piece.data() : nullptr;
+  out.piece_size = event.piece.size();
+  out.logprob = event.logprob;
+  out.candidates = event.candidates.empty() ? nullptr : candidates;
+  out.num_candidates = event.candidates.size();
+  const bool has_text = event.kind == EventKind::kToken || event.kind == EventKind::kFinished;
+  out.text = has_text ? event.text.c_str() : nullptr;
+  out.text_size = event.text.size();
+  out.status = static_cast<xllm_status>(event.status);
+  out.finish_reason = static_cast<xllm_finish_reason>(event.finish_reason);
+  out.matched_token_id = event.matched_token_id;
+  out.matched_stop = event.matched_stop;
+  out.message = event.status != Status::kOk ? event.message.c_str() : nullptr;
+  out.num_generated_tokens = event.num_generated_tokens;
+  out.queue_s = event.queue_s;
+  out.prefill_s = event.prefill_s;
+  out.decode_s = event.decode_s;
+  out.ttft_s = event.ttft_s;
+  return out;
+}
+
+std::unique_ptr<xllm_events> to_c(std::vector<Event> events) {
+  auto out = std::make_unique<xllm_events>();
+  out->events = std::move(events);
+  size_t num_candidates = 0;
+  for (const Event &event : out->events) num_candidates += event.candidates.size();
+  out->candidates.reserve(num_candidates);  // so that pointers into it stay
+  out->views.reserve(out->events.size());
+  for (const Event &event : out->events) {
+    const xllm_candidate *first = out->candidates.data() + out->candidates.size();
+    for (const Candidate &candidate : event.candidates) {
+      out->candidates.push_back({candidate.token_id, candidate.logprob});
+    }
+    out->views.push_back(to_c(event, first));
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace xllm
+
+using xllm::Event;
+using xllm::guarded;
+using xllm::read_request;
+using xllm::refuse;
+using xllm::RequestOptions;
+using xllm::require;
+using xllm::SamplingParams;
+using xllm::to_c;
+
+extern "C" {
+
+void xllm_sampling_params_init(xllm_sampling_params *params) {
+  if (params == nullptr) return;
+  const SamplingParams defaults;
+  *params = xllm_sampling_params{};
+  params->temperature = defaults.temperature;
+  params->top_k = defaults.top_k;
+  params->top_p = defaults.top_p;
+  params->min_p = defaults.min_p;
+  params->repetition_penalty = defaults.repetition_penalty;
+  params->frequency_penalty = defaults.frequency_penalty;
+  params->presence_penalty = defaults.presence_penalty;
+}
+
+void xllm_request_init(xllm_request *request) {
+  if (request == nullptr) return;
+  const RequestOptions defaults;
+  *request = xllm_request{};
+  request->struct_size = sizeof *request;
+  xllm_sampling_params_init(&request->sampling);
+  request->num_logprobs = defaults.num_logprobs;
+}
+
+xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id,
+                               xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    require(out_id, "out_id");
+    *out_id = engine->engine->submit(read_request(request, engine->engine->info().max_seq_len));
+  });
+}
+
+xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id, xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    engine->engine->cancel(request_id);
+  });
+}
+
+size_t xllm_events_count(const xllm_events *events) {
+  return events != nullptr ? events->views.size() : 0;
+}
+
+const xllm_event *xllm_events_get(const xllm_events *events, size_t index) {
+  if (events == nullptr || index >= events->views.size()) return nullptr;
+  return &events->views[index];
+}
+
+void xllm_events_destroy(xllm_events *events) { delete events; }
+
+int xllm_engine_event_fd(const xllm_engine *engine) {
+  return engine != nullptr ? engine->engine->event_fd() : -1;
+}
+
+xllm_status xllm_engine_take_events(xllm_engine *engine, uint64_t request_id, double timeout_s,
+                                    xllm_events **out_events, xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    require(out_events, "out_events");
+    if (std::isnan(timeout_s)) refuse("timeout_s", "expected a number of seconds, found NaN");
+    *out_events = nullptr;
+    std::vector<Event> events = engine->engine->take_events(request_id, timeout_s);
+    if (!events.empty()) *out_events = to_c(std::move(events)).release();
+  });
+}
+
+}  // extern "C"
