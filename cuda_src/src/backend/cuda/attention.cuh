@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_kernel(const __gr
   constexpr int kRows = kHigh ? 16 : 8;
   __shared__ float merged[kAttentionWarps][kRows][kHeadDim + 4];
   __shared__ float2 stats[kAttentionWarps][kRows];
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
 
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
   const int g = lane >> 2, t = lane & 3;
@@ -280,8 +280,8 @@ __global__ void __launch_bounds__(kAttentionThreads) attention_any_kernel(const 
   __shared__ float query[kMaxHeadDim];
   __shared__ float weights[kAttentionThreads];
   __shared__ float reduced[kAttentionWarps];
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
   const int local_row = static_cast<int>(blockIdx.z), row = args.first_row + local_row;
   const int position = args.positions[row];

@@ -44,6 +44,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   device_.num_sms = attribute(cudaDevAttrMultiProcessorCount, index);
   device_.max_shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
   device_.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
+  device_.registers_per_sm = attribute(cudaDevAttrMaxRegistersPerMultiprocessor, index);
   cudaFuncAttributes compiled = {};
   const cudaError_t found = cudaFuncGetAttributes(&compiled, reinterpret_cast<const void *>(rms_norm_kernel<1>));
   if (found != cudaSuccess) {
@@ -65,7 +66,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   info_.samples_on_device = true;
   allocator_ = std::make_unique<DeviceAllocator>(index, options.memory_limit);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create a stream");
-  prepare_matmul(device_);
+  prepare_matmul(&device_);
 }
 
 CudaBackend::~CudaBackend() {

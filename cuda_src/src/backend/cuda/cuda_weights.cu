@@ -12,7 +12,7 @@ namespace xllm::cuda {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-constexpr uint64_t kStagingBytes = uint64_t{32} << 20;  // enough to hide the start of a copy; two of them
+constexpr uint64_t kStagingBytes = uint64_t{8} << 20;  // enough to hide the start of a copy; two of them
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 

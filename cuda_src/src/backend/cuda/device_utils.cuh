@@ -34,7 +34,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
-// Lets the next kernel start as soon as all CTAs of this one have called it (or ended) and there is room.
+// Lets the next kernel start as soon as all CTAs of this one have called it (or ended) and there is room. Kernels that stream no weights
+// call it first thing: then the product after them has its first weights in shared memory by the time they are done.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

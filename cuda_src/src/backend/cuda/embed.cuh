@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constan
   __shared__ float shared[kRowWarps];
   float w[kPerThread], v[kPerThread];
   load_row(args.norm_weight, args.num_cols, w);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x);
   int token = args.token_ids[row];
   if (token < 0) token = args.sampled[args.sampler_rows[row]];

@@ -8,8 +8,8 @@ namespace cuda {
 
 // Copies the rows `source[i]` of one activation buffer to row i of another; grid: rows.
 __global__ void __launch_bounds__(256) gather_acts_kernel(ActView from, const int32_t *source, int num_blocks, ActView to) {
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int token = source[blockIdx.x];
   for (int i = static_cast<int>(threadIdx.x); i < num_blocks * 2; i += 256) {
     const int block = i >> 1, half = i & 1;

@@ -16,7 +16,12 @@ struct Device {
   int num_sms = 0;
   int max_shared_bytes = 0;      // per CTA, opted in
   int shared_bytes_per_sm = 0;
-  // For tests: the kernels of older GPUs on a newer one.
+  int registers_per_sm = 0;
+  int mma_small_registers[2] = {};  // per thread, of the kernels for one token and for more (prepare_matmul)
+  // How deep the rings of the matrix kernels are and how many CTAs share an SM, where shared memory allows. Speed only, never numbers.
+  int ring_stages = 4;  // 2 to 8
+  int ctas_per_sm = 2;
+  // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_dependent_launch = false;
 };

@@ -73,11 +73,11 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
     return;
   }
   args.token_pad = pad;
-  // As deep a ring as lets two CTAs share an SM; else as deep as one CTA can have.
-  const int half_sm = device.shared_bytes_per_sm / 2 - kReservedSharedPerCta;
+  // As deep a ring as lets the wanted number of CTAs share an SM; else as deep as one CTA can have.
+  const int share = device.shared_bytes_per_sm / device.ctas_per_sm - kReservedSharedPerCta;
   args.num_stages = 2;
-  for (const int limit : {device.max_shared_bytes, half_sm}) {
-    for (int stages = 4; stages >= 2; --stages) {
+  for (const int limit : {device.max_shared_bytes, std::min(device.max_shared_bytes, share)}) {
+    for (int stages = device.ring_stages; stages >= 2; --stages) {
       if (shared_with(stages, pad) <= limit) {
         args.num_stages = stages;
         break;
@@ -89,10 +89,13 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
                                             " columns is wider than the matrix kernels can take; use the CPU backend");
   }
   const int shared = shared_with(args.num_stages, pad);
-  const int per_sm = std::max(1, std::min(device.shared_bytes_per_sm / (shared + kReservedSharedPerCta), 8));
+  const int threads = args.num_slices * kWarp;
+  const int by_registers = device.registers_per_sm / ((device.mma_small_registers[pad == 1 ? 0 : 1] + 7) / 8 * 8 * threads);
+  const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
+  const int per_sm = std::max(1, std::min(by_shared, by_registers));
   const int grid = std::min(args.num_groups, device.num_sms * per_sm);
   launch_kernel(launch, "mma_small", pad == 1 ? mma_small_kernel<true> : mma_small_kernel<false>, dim3(static_cast<unsigned>(grid)),
-                static_cast<unsigned>(args.num_slices * kWarp), static_cast<size_t>(shared), args);
+                static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
 }
 
 int tile_groups(int num_tokens) { return num_tokens <= 16 ? 2 : num_tokens <= 32 ? 4 : 8; }
@@ -193,15 +196,21 @@ uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens) {
   return static_cast<uint64_t>(slice_plan(matrix.cols()).num_slices * tokens * matrix.rows());
 }
 
-void prepare_matmul(const Device &device) {
+void prepare_matmul(Device *device) {
   const auto opt_in = [&](const void *kernel) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.max_shared_bytes), "set shared memory size");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device->max_shared_bytes), "set shared memory size");
   };
   for (const void *kernel :
        {reinterpret_cast<const void *>(mma_small_kernel<true>), reinterpret_cast<const void *>(mma_small_kernel<false>),
         reinterpret_cast<const void *>(mma_tile_kernel<2>), reinterpret_cast<const void *>(mma_tile_kernel<4>),
         reinterpret_cast<const void *>(mma_tile_kernel<8>)}) {
     opt_in(kernel);
+  }
+  const void *small[] = {reinterpret_cast<const void *>(mma_small_kernel<true>), reinterpret_cast<const void *>(mma_small_kernel<false>)};
+  for (int i = 0; i < 2; ++i) {
+    cudaFuncAttributes attributes = {};
+    check(cudaFuncGetAttributes(&attributes, small[i]), "ask for a kernel's registers");
+    device->mma_small_registers[i] = attributes.numRegs;
   }
 }
 

@@ -47,8 +47,8 @@ struct Product {
   float *partials;        // partial_floats
 };
 
-// Opts all kernels in to the shared memory they use; once per device.
-void prepare_matmul(const Device &device);
+// Opts all kernels in to the shared memory they use and notes what bounds their occupancy; once per device.
+void prepare_matmul(Device *device);
 
 void matmul(const Launch &launch, const Product &product);
 

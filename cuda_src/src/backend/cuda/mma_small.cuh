@@ -48,12 +48,21 @@ __device__ __forceinline__ void fetch_chunk(const MatmulArgs &args, const ChunkC
 
 // Waits for the oldest of the num_stages - 1 groups on their way.
 __device__ __forceinline__ void wait_for_oldest_stage(int num_stages) {
-  if (num_stages == 4) {
-    wait_for_copies<2>();
-  } else if (num_stages == 3) {
-    wait_for_copies<1>();
-  } else {
-    wait_for_copies<0>();
+  switch (num_stages) {
+    case 8:
+      return wait_for_copies<6>();
+    case 7:
+      return wait_for_copies<5>();
+    case 6:
+      return wait_for_copies<4>();
+    case 5:
+      return wait_for_copies<3>();
+    case 4:
+      return wait_for_copies<2>();
+    case 3:
+      return wait_for_copies<1>();
+    default:
+      return wait_for_copies<0>();
   }
 }
 

@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
 __global__ void __launch_bounds__(256) combine_partials_kernel(const float *partials, int num_slices, int num_tokens, int num_rows,
                                                                float *out, int64_t out_stride, int first_token, const float *bias,
                                                                bool is_added) {
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) * 256 + static_cast<int>(threadIdx.x);
   const int token = static_cast<int>(blockIdx.y);
   if (row >= num_rows) return;

@@ -27,8 +27,8 @@ __device__ __forceinline__ float plain_value(const void *data, int type, int64_t
 }
 
 __global__ void __launch_bounds__(256) plain_matmul_kernel(const __grid_constant__ PlainArgs args) {
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + (threadIdx.x >> 5);
   if (row >= args.num_rows) return;

@@ -30,8 +30,8 @@ constexpr int kQkvWarps = 8;
 // One warp per head; grid: x heads / 8, y tokens.
 __global__ void __launch_bounds__(kQkvWarps *kWarp) qkv_rows_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ float heads[kQkvWarps][kMaxHeadDim];
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   const int head = static_cast<int>(blockIdx.x) * kQkvWarps + warp;

@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const float *x, c
   __shared__ float shared[kRowWarps];
   float w[kPerThread], v[kPerThread];
   load_row(weight, num_cols, w);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   load_row(x + static_cast<int64_t>(blockIdx.x) * num_cols, num_cols, v);
   norm_and_quantize(v, w, num_cols, eps, act, static_cast<int>(blockIdx.x), shared);
 }

@@ -32,8 +32,8 @@ __device__ __forceinline__ Candidate warp_best(Candidate c) {
 // logits [rows, vocab]; ids below num_choosable compete. Grid: x parts, y rows.
 __global__ void __launch_bounds__(kArgmaxThreads) argmax_parts_kernel(const float *logits, int vocab, int num_choosable, Candidate *parts) {
   __shared__ Candidate shared[kArgmaxThreads / kWarp];
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const float *row = logits + static_cast<int64_t>(blockIdx.y) * vocab;
   Candidate best = {-3.402823466e38f, 0x7fffffff};
   for (int id = static_cast<int>(blockIdx.x) * kArgmaxThreads + static_cast<int>(threadIdx.x); id < num_choosable;
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kArgmaxThreads) argmax_parts_kernel(const floa
 // One warp per row; grid: rows. Also leaves the id where the next embed of that sampler row looks for it.
 __global__ void __launch_bounds__(kWarp) argmax_rows_kernel(const Candidate *parts, const int32_t *logit_rows, const int32_t *sampler_rows,
                                                             int32_t *chosen, int32_t *sampled) {
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   const Candidate *row = parts + blockIdx.x * kArgmaxParts;
   Candidate best = better(row[threadIdx.x], row[threadIdx.x + kWarp]);
   best = warp_best(best);

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# On any machine with a CUDA toolkit and a GPU: build the CUDA backend with its check, compare every kernel with float64, time decode
+# steps, and look for bad memory accesses. Usage: scripts/gpu_check.sh [OUT_DIR] [options of cuda_backend_check...]
+# OUT_DIR (default build/gpu-results) receives check.json, check.log, build.log and, where compute-sanitizer is there, sanitizer.log.
+# Environment: XLLM_CUDA_ARCHITECTURES, a CMake list (default 90a-real); XLLM_SANITIZE_S, seconds for compute-sanitizer (default 100, 0: off).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=${1:-build/gpu-results}
+shift || true
+mkdir -p "$out"
+build=build/gpu
+generator=()
+if command -v ninja > /dev/null; then generator=(-G Ninja); fi
+
+nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv || exit 1
+start=$SECONDS
+{ cmake -S tests/gpu -B $build "${generator[@]}" "-DXLLM_CUDA_ARCHITECTURES=${XLLM_CUDA_ARCHITECTURES:-90a-real}" &&
+  cmake --build $build --parallel "$(nproc)"; } > "$out/build.log" 2>&1 || { tail -n 60 "$out/build.log"; exit 1; }
+echo "built in $((SECONDS - start)) s"
+
+start=$SECONDS
+timeout 420 $build/cuda_backend_check --json "$out/check.json" "$@" 2>&1 | tee "$out/check.log"
+status=${PIPESTATUS[0]}
+echo "checked in $((SECONDS - start)) s, status $status"
+
+limit=${XLLM_SANITIZE_S:-100}
+if [ "$limit" != 0 ] && command -v compute-sanitizer > /dev/null; then
+  for tool in memcheck racecheck; do
+    echo "== $tool" >> "$out/sanitizer.log"
+    timeout "$limit" compute-sanitizer --tool $tool $build/cuda_backend_check --parts stages --quick >> "$out/sanitizer.log" 2>&1
+    echo "$tool: status $? ($(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/sanitizer.log" | tail -n 1))"
+  done
+fi
+exit "$status"
