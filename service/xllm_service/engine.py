@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +50,7 @@ from cyengine.types import (
 from xllm_service import convert
 from xllm_service.chat_template import ChatTemplate, Piece, TemplateRenderError, TemplateUnusableError
 from xllm_service.config import ServeConfig
+from xllm_service.digest import FileDigest, shard_paths
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.logs import get_logger
 from xllm_service.validation import ValidRequest
@@ -86,8 +85,6 @@ version: str = cyengine.__version__
 build_id: str = cyengine.build_id
 
 _CONTROL = 3  # tokenizer.ggml.token_type of a CONTROL token
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_DIGEST_CHUNK = 4 * 2**20
 _MAX_BUFFERED_TOKENS = 16384  # of one stream whose client does not read
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
 
@@ -255,9 +252,18 @@ class Model:
 
     def check_tokenizer(self) -> None:
         """Raise NO_TOKENIZER where text cannot be read with this model."""
-        if not self.info.has_tokenizer:
-            self.encode("")
-            raise ServiceError(Reason.NO_TOKENIZER, "the model file has no usable tokenizer: use token_ids input")
+        if self.info.has_tokenizer:
+            return
+        has_vocabulary = self.info.tokenizer_model not in ("", "no_vocab")
+        metadata = {"key": "tokenizer.ggml.pre" if has_vocabulary else "tokenizer.ggml.model"}
+        if has_vocabulary:
+            metadata["flag"] = "--pretokenizer"
+        message = "the model file has no usable tokenizer: send token ids"
+        try:
+            self.encode("")  # the core knows what is missing
+        except ServiceError as error:
+            message = error.message
+        raise ServiceError(Reason.NO_TOKENIZER, message, metadata=metadata)
 
     def is_control(self, token_id: int) -> bool:
         """The id is a CONTROL token, which gives no text."""
@@ -330,70 +336,6 @@ def _translated() -> Iterator[None]:
         yield
     except XllmError as error:
         raise to_service_error(error) from error
-
-
-# ---------------------------------------------------------------- digest
-
-
-def shard_paths(path: Path) -> list[Path]:
-    """Return all parts of a model file, in order: one, unless its name says 00001-of-N."""
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
-        return [path]
-    return [path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
-
-
-class FileDigest:
-    """SHA-256 of a model's files, computed once, by a thread of its own that yields to everything else."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = list(paths)
-        self._value = ""
-        self._problem = ""
-        self._thread: threading.Thread | None = None
-        self._is_stopped = threading.Event()
-
-    @property
-    def value(self) -> str:
-        """``sha256:`` and 64 hex digits; empty until it is known."""
-        return self._value
-
-    def start(self) -> None:
-        """Begin, if that has not happened yet."""
-        if self._thread is None and not self._is_stopped.is_set():
-            self._thread = threading.Thread(target=self._run, name="xllm-digest", daemon=True)
-            self._thread.start()
-
-    def wait(self) -> str:
-        """Return the digest once it is known; blocks. Raises ServiceError when the files cannot be read."""
-        self.start()
-        if self._thread is not None:
-            self._thread.join()
-        if not self._value:
-            raise ServiceError(Reason.INTERNAL, f"the model's digest is not known: {self._problem or 'stopped'}")
-        return self._value
-
-    def stop(self) -> None:
-        """End it, known or not."""
-        self._is_stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):  # the whole machine is not ours to slow down
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        digest = hashlib.sha256()
-        try:
-            for path in self._paths:
-                with path.open("rb", buffering=0) as file:
-                    while chunk := file.read(_DIGEST_CHUNK):
-                        if self._is_stopped.is_set():
-                            return
-                        digest.update(chunk)
-        except OSError as error:
-            self._problem = error.strerror or "the file cannot be read"
-            return
-        self._value = f"sha256:{digest.hexdigest()}"
 
 
 # ---------------------------------------------------------------- engine
@@ -616,6 +558,8 @@ class AsyncEngine:
         self._stuck_after_s = stuck_after_s
         self._stall_allowance_s = stall_allowance_s
         self._streams: dict[int, _Stream] = {}
+        # Weight sets in memory: that of the engine's mode; with AUTO each one from its first use on.
+        self.loaded_modes = {self.info.decode_mode} - {DecodeMode.AUTO}
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
@@ -727,6 +671,8 @@ class AsyncEngine:
             self._fail_all(to_service_error(error))
             return
         for event in events:
+            if isinstance(event, AcceptedEvent):
+                self.loaded_modes.add(event.decode_mode)
             stream = self._streams.get(event.request_id)
             if stream is not None:  # else it was cancelled, and nobody waits
                 stream.put(event)

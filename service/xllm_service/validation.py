@@ -152,10 +152,11 @@ class _Checker:
         return span
 
     def token_ids(self, ids: Sequence[int], path: str, num_rows: int) -> None:
-        for index, token_id in enumerate(ids):
-            if not 0 <= token_id < num_rows:
-                self.refuse(f"{path}[{index}]", f"expected a token id in [0, {num_rows}), found {token_id}")
-                return  # one is enough: a list may hold millions
+        """Ids in [0, num_rows); the first that is not is told, which is enough where there may be a million."""
+        if not ids or (min(ids) >= 0 and max(ids) < num_rows):
+            return
+        index = next(index for index, token_id in enumerate(ids) if not 0 <= token_id < num_rows)
+        self.refuse(f"{path}[{index}]", f"expected a token id in [0, {num_rows}), found {ids[index]}")
 
     def json(self, text: str, path: str, kind: type | tuple[type, ...], what: str) -> Any:
         """JSON text of a given kind; None for empty text and what was refused."""

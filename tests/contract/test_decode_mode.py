@@ -65,3 +65,17 @@ async def test_the_engines_own_mode_is_told(model: Path, tmp_path: Path, engine:
         assert [DecodeMode(weights.decode_mode) for weights in plan.weight_sets] == (
             [BATCHED, PER_SLOT] if mode is AUTO else [mode]
         )
+
+
+async def test_auto_loads_each_weight_set_on_its_first_use(model: Path, tmp_path: Path) -> None:
+    async with serving(model, tmp_path, decode_mode="auto") as (_, client):
+
+        async def loaded() -> list[DecodeMode]:
+            plan = (await client.get_model()).plan
+            return [DecodeMode(weights.decode_mode) for weights in plan.weight_sets if weights.is_loaded]
+
+        assert await loaded() == []
+        await client.generate_once("x", max_tokens=1, decode_mode=PER_SLOT)
+        assert await loaded() == [PER_SLOT]
+        await client.generate_once("x", max_tokens=1)
+        assert await loaded() == [BATCHED, PER_SLOT]

@@ -18,6 +18,7 @@ import pytest
 from tests.e2e.serving import eventually, is_idle, serving
 from tests.tools.make_tiny_gguf import make_tiny_gguf
 from xllm_client import AsyncClient, FailedPreconditionError, InternalError, InvalidArgumentError, XllmError
+from xllm_client.v1 import model_service_pb2
 from xllm_service.app import Server
 
 NAN, INF = float("nan"), float("inf")
@@ -83,6 +84,26 @@ async def test_24_constraints_that_are_not_offered(random_model: Path, tmp_path:
         with pytest.raises(XllmError) as caught:
             await client.generate_once("x", **constraint)
         assert caught.value.code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED)
+
+
+@pytest.mark.parametrize(
+    ("template", "num_bos"),
+    [("{{ bos_token }}{{ messages[0].content }}", 1), ("{{ messages[0].content }}", 0)],
+)
+async def test_20_the_template_alone_decides_on_bos_in_a_chat(tmp_path: Path, template: str, num_bos: int) -> None:
+    path = tmp_path / "m.gguf"
+    bos = 1
+    make_tiny_gguf(path, chat_template=template, metadata={"tokenizer.ggml.add_bos_token": True})
+    async with serving(path, tmp_path) as (_, client):
+        request = {"messages": [{"role": "user", "parts": [{"text": "hi"}]}]}
+        call = model_service_pb2.RenderChatRequest(chat=request, include_token_ids=True)
+        ids = list((await client._model.RenderChat(call)).token_ids)
+        assert ids.count(bos) == num_bos
+        chat = await client.chat_once([{"role": "user", "content": "hi"}], max_tokens=1)
+        assert chat.accepted.num_prompt_tokens == len(ids)
+        # Plain text gets it once, also where the text begins with it and may.
+        assert (await client.tokenize("hi")).count(bos) == 1
+        assert (await client.tokenize("<|im_start|>hi", parse_special=True)).count(bos) == 1
 
 
 @pytest.mark.parametrize("ids", [[5, -1], [5, 320], [5, 2**31], [5, -(2**63)]])

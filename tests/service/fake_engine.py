@@ -200,6 +200,10 @@ class FakeEngine:
     def live(self) -> list[int]:
         return list(self._live)
 
+    @property
+    def num_waiting_events(self) -> int:
+        return len(self._events)
+
     def accept(self, request_id: int = 1, *, num_cached: int = 0) -> None:
         request = self.submitted[request_id]
         mode = request.decode_mode or DecodeMode.BATCHED

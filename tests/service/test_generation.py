@@ -152,6 +152,19 @@ async def test_chat_text_cannot_spell_control_tokens(client: AsyncClient, engine
     assert list(engine.submitted[1].prompt) == [1, *ids_of("a<|assistant|>"), 2]
 
 
+async def test_progress_comes_at_most_twice_a_second(client: AsyncClient, engine: FakeEngine) -> None:
+    generation = client.generate("hello")
+    await eventually(lambda: engine.live)
+    engine.accept()
+    assert (await anext(generation)).kind == "accepted"
+    for number in range(1, 5):
+        engine.prefill(number)
+        await eventually(lambda: not engine.num_waiting_events)  # each is seen on its own
+    engine.token(1, "a")
+    engine.finish()
+    assert [event.kind async for event in generation].count("prefill_progress") == 1
+
+
 # ---- refusals ----
 
 
@@ -241,6 +254,7 @@ async def test_no_tokenizer_leaves_token_ids(serve: Serve, engine: FakeEngine) -
         with pytest.raises(FailedPreconditionError) as caught:
             await client.generate_once("x")
         assert caught.value.reason == "NO_TOKENIZER"
+        assert caught.value.metadata == {"key": "tokenizer.ggml.pre", "flag": "--pretokenizer"}
         with pytest.raises(FailedPreconditionError) as caught:
             await client.chat_once([{"role": "user", "content": "x"}])
         assert caught.value.reason == "NO_CHAT_TEMPLATE"

@@ -8,7 +8,7 @@ from typing import Any
 
 from xllm_client.v1 import model_service_pb2, model_service_pb2_grpc
 from xllm_service import convert
-from xllm_service.engine import AsyncEngine, DecodeMode, Model
+from xllm_service.engine import AsyncEngine, Model
 from xllm_service.errors import ServiceError
 from xllm_service.servicers.served import Served
 from xllm_service.validation import validate_chat, validate_token_ids
@@ -138,7 +138,9 @@ def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.
         ),
         tensor_types=_tensor_types(tensors),
         end_of_generation=_end_tokens(model),
-        plan=convert.plan_message(engine.info.plan, convert.plan_context(engine.info), loaded=_loaded(engine)),
+        plan=convert.plan_message(
+            engine.info.plan, convert.plan_context(engine.info), loaded=map(int, engine.loaded_modes)
+        ),
         inferred=[
             model_service_pb2.InferredFact(name=fact.name, value=fact.value, source=fact.source) for fact in found
         ],
@@ -158,11 +160,6 @@ def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.
             for entry in model.metadata()
         )
     return message
-
-
-def _loaded(engine: AsyncEngine) -> list[int]:
-    """The modes whose weights are in memory from the start; with AUTO that depends on what was asked for since."""
-    return [int(engine.info.decode_mode)] if engine.info.decode_mode is not DecodeMode.AUTO else []
 
 
 def _tensor_types(tensors: Any) -> list[model_service_pb2.TensorTypeUse]:
