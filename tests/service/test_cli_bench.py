@@ -137,6 +137,7 @@ def test_steps_count_while_all_requests_decode(clock: Clock) -> None:
     assert sorted(sample.ttft_s) == [float(step) for step in range(1, 9)]
     assert sample.prefill_s == [8.0]
     assert len(sample.step_s) == 63 - 15
+    assert clock.now == 8 + 63  # the last request had all of its tokens
     # When the last request had its 64 tokens, none of the others had ended: all were cancelled then.
     assert sorted(core.cancelled) == list(range(1, 9))
 

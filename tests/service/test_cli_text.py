@@ -70,13 +70,20 @@ def test_an_answer_that_ends_its_line_gets_no_other_one(capsys: pytest.CaptureFi
 
 def test_text_is_written_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    out = io.StringIO()
+
+    class Buffered(io.StringIO):
+        flushed = ""
+
+        def flush(self) -> None:
+            self.flushed = self.getvalue()
+
+    out = Buffered()
 
     class Watching(Scripted):
         def __iter__(self) -> Iterator[str]:
             for text in super().__iter__():
                 yield text
-                seen.append(out.getvalue())
+                seen.append(out.flushed)
 
     monkeypatch.setattr("sys.stdout", out)
     show(Watching("a", "b", "c"), 0.0)

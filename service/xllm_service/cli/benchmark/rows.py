@@ -118,6 +118,7 @@ def _engine_row(engine: LocalEngine) -> Row:
         "backend": info.device_kind,
         "device": info.device_name,
         "path": f"{info.device_kind}/{info.kernels}",
+        "kv_type": info.kv_type.name.lower(),
         "cap": info.max_seq_len,
         "threads": info.num_threads,
     }
