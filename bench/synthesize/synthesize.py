@@ -27,9 +27,9 @@ _SMALL_TENSOR_BLOCKS = 50_000
 def synthesize(path: str | Path, shape: ModelShape, mix: Mix | str, seed: int = 0) -> list[TensorEntry]:
     """Write the file and return its tensors.
 
-    The same arguments give the same bytes. Weights have mean zero and deviation 1/sqrt(row length), those of embedding
-    and head three times that, so that activations keep their size through the layers and some tokens are clearly
-    likelier than others.
+    The same arguments give the same bytes. Weights have mean zero and deviation 1/sqrt(row length), those of a head of
+    its own and its embedding three times that: activations keep their size through the layers, some tokens are clearly
+    likelier than others, and a tied model does not merely repeat its input.
 
     Args:
         path: Of the file; replaced.
@@ -43,7 +43,7 @@ def synthesize(path: str | Path, shape: ModelShape, mix: Mix | str, seed: int = 
     for name, rows, cols in shape.matrices():
         dtype = matrix_dtype(mix, name, cols, shape.num_layers, shape.is_tied)
         tensors.append(TensorEntry(name, dtype, (rows, cols)))
-    pools = _Pools(np.random.default_rng([seed, 1]))
+    pools = _Pools(np.random.default_rng([seed, 1]), shape.is_tied)
     with open(path, "wb") as file:
         write_header(file, metadata(shape, mix), tensors)
         for tensor in tensors:
@@ -103,7 +103,8 @@ def _vectors(shape: ModelShape, rng: np.random.Generator) -> dict[str, npt.NDArr
         out["rope_freqs.weight"] = _llama3_divisors(shape)
     for name, size in shape.vectors():
         noise = rng.standard_normal(size)
-        out[name] = 0.5 * noise if name.endswith(".bias") else 1 + 0.1 * noise
+        bias = 0.02 if name.endswith("attn_v.bias") else 0.5  # a large constant in V would drown the tokens
+        out[name] = bias * noise if name.endswith(".bias") else 1 + 0.1 * noise
     return out
 
 
@@ -122,15 +123,16 @@ def _llama3_divisors(shape: ModelShape) -> npt.NDArray[np.float64]:
 class _Pools:
     """Random blocks per (type, deviation), from which every tensor takes a run of its own."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, is_tied: bool) -> None:
         self._rng = rng
+        self._is_tied = is_tied
         self._pools: dict[tuple[str, float, int], Bytes] = {}
 
     def pieces(self, tensor: TensorEntry) -> list[memoryview]:
         """Return the tensor's data as views into a pool: from a random place on, round and round."""
         cols = tensor.shape[-1]
         is_edge = tensor.name in ("token_embd.weight", "output.weight")
-        std = (3.0 if is_edge else 1.0) * cols**-0.5
+        std = (3.0 if is_edge and not self._is_tied else 1.0) * cols**-0.5
         dtype = DTYPES[tensor.dtype]
         wanted = tensor.size_bytes // dtype.block_bytes
         pool = self._pool(tensor.dtype, std, _POOL_BLOCKS if wanted > _SMALL_TENSOR_BLOCKS else _SMALL_POOL_BLOCKS)

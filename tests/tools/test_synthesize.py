@@ -73,8 +73,8 @@ def test_vocabularies_have_their_exact_sizes(shape: str, vocab_size: int, merges
     assert known == set(tokens[: tokenizer.num_words])
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("mix", ["q4_k_m", "q6_k", "q8_0"])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-8b", "llama-3.1-8b"])
 def test_a_miniature_has_the_types_of_the_whole_and_sane_weights(tmp_path: Path, name: str, mix: str) -> None:
     shape = miniature(SHAPES[name])
     path = tmp_path / "m.gguf"
@@ -89,7 +89,7 @@ def test_a_miniature_has_the_types_of_the_whole_and_sane_weights(tmp_path: Path,
     for matrix, rows, cols in shape.matrices():
         values = dequantize(found[matrix].data, found[matrix].tensor_type).astype(np.float64)
         assert values.shape == (rows, cols)
-        std = (3 if matrix in ("token_embd.weight", "output.weight") else 1) * cols**-0.5
+        std = (3 if not shape.is_tied and matrix in ("token_embd.weight", "output.weight") else 1) * cols**-0.5
         assert values.std() == pytest.approx(std, rel=0.25), matrix
         assert abs(values.mean()) < 0.1 * std, matrix
         assert len(np.unique(values, axis=0)) == rows, matrix
