@@ -178,7 +178,7 @@ lock() {
   mkdir -p build/lock
   local name uv=(uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate)
   "${uv[@]}" requirements/{build,run,test,lint}.in -o build/lock/all.txt "$@"
-  for name in build run test lint cuda; do
+  for name in build run test lint cuda peer; do
     "${uv[@]}" --generate-hashes -c build/lock/all.txt "requirements/$name.in" -o "build/lock/$name.txt"
     { echo "# Made by ./build.sh lock from $name.in; do not edit."; cat "build/lock/$name.txt"; } > "requirements/$name.txt"
   done
