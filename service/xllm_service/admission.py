@@ -6,12 +6,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
+import grpc
+
+from xllm_client.v1 import generation_service_pb2
+from xllm_service import convert
 from xllm_service.errors import Reason, ServiceError
 
-# How long the end of a generation is remembered, so that cancelling it is harmless; and of how many.
-ENDED_TTL_S = 300.0
-_MAX_ENDED = 4096
+# How long the receipt of a generation is kept; and of how many.
+RECEIPT_TTL_S = 300.0
+_MAX_RECEIPTS = 4096
 
 
 class Phase(Enum):
@@ -80,6 +85,7 @@ class LiveGeneration:
         owner: the principal whose call it is; nobody else can cancel it.
         fingerprint: equal for equal bodies.
         state: QUEUED until the engine accepts it.
+        receipt: what it has used so far; its state and end are filled in when they are known.
         failure: why the service itself ends it; None while it does not.
     """
 
@@ -90,6 +96,9 @@ class LiveGeneration:
         self.fingerprint = fingerprint
         self.state = GenerationState.QUEUED
         self.failure: ServiceError | None = None
+        self.receipt = generation_service_pb2.GenerationReceipt(
+            request_id=request_id, create_time=convert.timestamp(time.time())
+        )
         self._interrupt = interrupt
 
     def end(self, failure: ServiceError) -> None:
@@ -100,11 +109,11 @@ class LiveGeneration:
 
 
 class LiveGenerations:
-    """The generations that are live, by owner and request id, and how those ended that were."""
+    """The generations that are live, by owner and request id, and for a while the receipts of those that were."""
 
     def __init__(self) -> None:
         self._live: dict[tuple[str, str], LiveGeneration] = {}
-        self._ended: OrderedDict[tuple[str, str], tuple[float, GenerationState]] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], tuple[float, LiveGeneration]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -127,29 +136,51 @@ class LiveGenerations:
         self._ended.pop(key, None)
         self._live[key] = generation
 
-    def remove(self, generation: LiveGeneration) -> None:
-        """End one, and remember how; calling it again is harmless."""
+    def remove(self, generation: LiveGeneration, code: grpc.StatusCode, reason: str = "") -> None:
+        """End one with its call's status, and keep its receipt; calling it again is harmless."""
         key = (generation.owner, generation.request_id)
         if self._live.get(key) is not generation:
             return  # it has been replaced
         del self._live[key]
-        now = time.monotonic()
-        self._ended[key] = (now, generation.state)
+        now, wall = time.monotonic(), time.time()
+        receipt = generation.receipt
+        receipt.status_code = code.value[0]
+        receipt.error_reason = reason
+        receipt.end_time.CopyFrom(convert.timestamp(wall))
+        receipt.expire_time.CopyFrom(convert.timestamp(wall + RECEIPT_TTL_S))
+        self._ended[key] = (now, generation)
         while self._ended:
             oldest, (ended, _) = next(iter(self._ended.items()))
-            if len(self._ended) <= _MAX_ENDED and now - ended < ENDED_TTL_S:
+            if len(self._ended) <= _MAX_RECEIPTS and now - ended < RECEIPT_TTL_S:
                 break
             del self._ended[oldest]
 
     def cancel(self, owner: str, request_id: str) -> GenerationState:
         """Stop a generation and return the state it was found in. Raises REQUEST_NOT_FOUND."""
+        generation = self._find(owner, request_id)
+        state = generation.state
+        if generation is self._live.get((owner, request_id)):
+            generation.end(ServiceError(Reason.CANCELLED, "cancelled by CancelGeneration"))
+        return state
+
+    def receipt(self, owner: str, request_id: str) -> generation_service_pb2.GenerationReceipt:
+        """Return what is known of a generation, live or ended. Raises REQUEST_NOT_FOUND."""
+        generation = self._find(owner, request_id)
+        receipt = generation_service_pb2.GenerationReceipt(state=state_value(generation.state))
+        receipt.MergeFrom(generation.receipt)
+        return receipt
+
+    def end_all(self, failure: ServiceError) -> None:
+        """End every live one."""
+        for generation in list(self._live.values()):
+            generation.end(failure)
+
+    def _find(self, owner: str, request_id: str) -> LiveGeneration:
         live = self._live.get((owner, request_id))
         if live is not None:
-            state = live.state
-            live.end(ServiceError(Reason.CANCELLED, "cancelled by CancelGeneration"))
-            return state
+            return live
         ended = self._ended.get((owner, request_id))
-        if ended is not None and time.monotonic() - ended[0] < ENDED_TTL_S:
+        if ended is not None and time.monotonic() - ended[0] < RECEIPT_TTL_S:
             return ended[1]
         raise ServiceError(
             Reason.REQUEST_NOT_FOUND,
@@ -157,7 +188,7 @@ class LiveGenerations:
             resource=("xllm.v1.Generation", request_id),
         )
 
-    def end_all(self, failure: ServiceError) -> None:
-        """End every live one."""
-        for generation in list(self._live.values()):
-            generation.end(failure)
+
+def state_value(state: GenerationState) -> Any:
+    """Return a state as the contract's enum."""
+    return f"GENERATION_STATE_{state.value}"

@@ -39,7 +39,6 @@ METHODS = [
     for method in service.methods
 ]
 UNSERVED = [
-    "/xllm.v1.GenerationService/GetGeneration",
     "/xllm.v1.GenerationService/EstimateGeneration",
     "/xllm.v1.AdminService/CreateEngine",
     "/xllm.v1.AdminService/DestroyEngine",
@@ -100,8 +99,8 @@ async def test_what_is_not_served_says_so(client: AsyncClient, method: str) -> N
 
 async def test_an_unserved_method_names_itself(client: AsyncClient) -> None:
     with pytest.raises(UnimplementedError) as caught:
-        await client.get_generation("x")
-    assert caught.value.metadata["feature"] == "GetGeneration"
+        await client.estimate("x")
+    assert caught.value.metadata["feature"] == "EstimateGeneration"
 
 
 @pytest.mark.parametrize(

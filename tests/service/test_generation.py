@@ -396,6 +396,65 @@ async def test_the_same_body_again_replaces_the_first_call(client: AsyncClient, 
     assert (await second.result()).text == "ok"
 
 
+# ---- receipts ----
+
+
+async def test_a_receipt_tells_of_a_live_and_of_an_ended_generation(client: AsyncClient, engine: FakeEngine) -> None:
+    generation = client.generate("hello", request_id="a")
+    await eventually(lambda: engine.live)
+    queued = await client.get_generation("a")
+    assert queued.state == generation_service_pb2.GENERATION_STATE_QUEUED
+    assert not queued.HasField("status_code") and not queued.HasField("end_time")
+    engine.accept()
+    engine.token(1, "b")
+    assert [(await anext(generation)).kind for _ in range(2)] == ["accepted", "delta"]
+    running = await client.get_generation("a")
+    assert running.state == generation_service_pb2.GENERATION_STATE_RUNNING
+    assert (running.usage.num_prompt_tokens, running.usage.num_generated_tokens) == (5, 1)
+    engine.finish()
+    result = await generation.result()
+    await eventually(lambda: engine.live == [])
+    ended = await client.get_generation("a")
+    assert (ended.state, ended.status_code) == (generation_service_pb2.GENERATION_STATE_FINISHED, 0)
+    assert ended.usage == result.usage and ended.timings == result.timings
+    assert list(ended.outputs) == [result.outputs[0].finished]
+    assert ended.expire_time.seconds - ended.end_time.seconds in (300, 301)
+
+
+@pytest.mark.parametrize(
+    ("way", "state", "reason"),
+    [
+        ("close", generation_service_pb2.GENERATION_STATE_CANCELLED, "CANCELLED"),
+        ("deadline", generation_service_pb2.GENERATION_STATE_TIMED_OUT, "DEADLINE_EXCEEDED"),
+        ("failure", generation_service_pb2.GENERATION_STATE_FAILED, "NON_FINITE_LOGITS"),
+    ],
+)
+async def test_a_receipt_has_the_usage_of_a_call_that_was_cut_short(
+    client: AsyncClient, server: Server, engine: FakeEngine, way: str, state: int, reason: str
+) -> None:
+    generation = client.generate("hello", request_id="a", timeout_s=0.5 if way == "deadline" else 20)
+    await eventually(lambda: engine.live)
+    engine.accept()
+    engine.token(1, "b")
+    assert [(await anext(generation)).kind for _ in range(2)] == ["accepted", "delta"]
+    if way == "close":
+        generation.close()
+    elif way == "failure":
+        engine.finish(status=Status.NON_FINITE_LOGITS)
+    await eventually(lambda: len(server.served.generations) == 0)
+    receipt = await client.get_generation("a")
+    assert (receipt.state, receipt.error_reason) == (state, reason)
+    assert receipt.status_code != 0
+    assert (receipt.usage.num_prompt_tokens, receipt.usage.num_generated_tokens) == (5, 1)
+    assert not receipt.outputs
+
+
+async def test_an_unknown_receipt_is_not_found(client: AsyncClient) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        await client.get_generation("nobody")
+    assert caught.value.reason == "REQUEST_NOT_FOUND"
+
+
 # ---- the engine ----
 
 

@@ -8,11 +8,13 @@ from typing import Any
 from xllm_client.v1 import admin_service_pb2, admin_service_pb2_grpc
 from xllm_service import config as settings
 from xllm_service import convert
+from xllm_service.admission import RECEIPT_TTL_S
 from xllm_service.engine import DecodeMode, build_id, version
 from xllm_service.servicers.served import SCHEMA_REVISION, Served
 
 _CAPABILITIES = (
     admin_service_pb2.CAPABILITY_GENERATE,
+    admin_service_pb2.CAPABILITY_RECEIPTS,
     admin_service_pb2.CAPABILITY_CHAT,
     admin_service_pb2.CAPABILITY_STOP,
     admin_service_pb2.CAPABILITY_LOGIT_BIAS,
@@ -101,6 +103,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             max_top_logprobs=settings.MAX_TOP_LOGPROBS,
             max_outputs=settings.MAX_OUTPUTS,
             max_chat_messages=config.max_chat_messages,
+            receipt_ttl=convert.duration(RECEIPT_TTL_S),
             stall_allowance=convert.duration(config.stall_allowance),
             max_concurrent_calls=config.max_concurrent_calls,
             drain_grace=convert.duration(config.drain_grace),

@@ -20,7 +20,7 @@ from xllm_client.v1 import (
     slot_pb2,
 )
 from xllm_service import convert
-from xllm_service.admission import GenerationState, LiveGeneration
+from xllm_service.admission import GenerationState, LiveGeneration, state_value
 from xllm_service.engine import (
     AcceptedEvent,
     AsyncEngine,
@@ -112,7 +112,16 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         if not request.request_id:
             raise InvalidFieldError([("request_id", "expected the id of a generation, found nothing")])
         state = self._served.generations.cancel(principal.get(), request.request_id)
-        return generation_service_pb2.CancelGenerationResponse(state=f"GENERATION_STATE_{state.value}")
+        return generation_service_pb2.CancelGenerationResponse(state=state_value(state))
+
+    async def GetGeneration(
+        self, request: generation_service_pb2.GetGenerationRequest, context: Any
+    ) -> generation_service_pb2.GetGenerationResponse:
+        """The state of a generation of this caller, or its receipt."""
+        if not request.request_id:
+            raise InvalidFieldError([("request_id", "expected the id of a generation, found nothing")])
+        receipt = self._served.generations.receipt(principal.get(), request.request_id)
+        return generation_service_pb2.GetGenerationResponse(receipt=receipt)
 
     async def _run(self, call: str, spec: generation_service_pb2.GenerationSpec, context: Any, send: Send) -> None:
         """Check a request, run it and send its events."""
@@ -127,30 +136,32 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             hashlib.sha256(spec.SerializeToString(deterministic=True)).digest(),
             task.cancel,
         )
+        live.receipt.model = self._served.name
         self._served.generations.add(live)
         is_over = False
+        code, reason = grpc.StatusCode.INTERNAL, Reason.INTERNAL.value
         # note: grpc.aio cancels this task when the client goes away; should it miss that, this does not.
         context.add_done_callback(lambda _: None if is_over else task.cancel())
         try:
             await _check_digest(engine.model, request.expected_digest)
             prompt = await _prompt(engine.model, request)
             await self._stream(engine, prompt, request, live, context, _Sender(self._served, send, live, arrival))
-            live.state = GenerationState.FINISHED
+            code, reason = grpc.StatusCode.OK, ""
         except asyncio.CancelledError:
-            live.state = GenerationState.CANCELLED
+            failure = live.failure or _why_cancelled(context)
+            code, reason = failure.code, failure.reason.value
             if live.failure is None:
                 raise
             task.uncancel()
             raise live.failure from None
         except ServiceError as error:
-            live.state = _STATES.get(error.code, GenerationState.FAILED)
+            code, reason = error.code, error.reason.value
             _name_what_was_asked(error, call, spec)
             raise
         finally:
             is_over = True
-            if live.state in (GenerationState.QUEUED, GenerationState.RUNNING):
-                live.state = GenerationState.FAILED
-            self._served.generations.remove(live)
+            live.state = _STATES.get(code, GenerationState.FAILED)
+            self._served.generations.remove(live, code, reason)
 
     async def _stream(
         self,
@@ -186,6 +197,7 @@ _EVENT_FIELDS = {
     generation_pb2.Finished: "finished",
 }
 _STATES = {
+    grpc.StatusCode.OK: GenerationState.FINISHED,
     grpc.StatusCode.CANCELLED: GenerationState.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED: GenerationState.TIMED_OUT,
 }
@@ -207,6 +219,8 @@ class _Sender:
         self._accepted_at = time.monotonic()
         queue_s = self._accepted_at - self._arrival
         self._served.metrics.queue_time.observe(queue_s)
+        self._live.receipt.usage.CopyFrom(convert.usage_message(event.num_prompt_tokens, event.num_cached_tokens, 0))
+        self._live.receipt.timings.queue.CopyFrom(convert.duration(queue_s))
         await self._send(
             generation_pb2.Accepted(
                 request_id=self._live.request_id,
@@ -242,6 +256,7 @@ class _Sender:
             self._served.metrics.time_to_first_token.observe(self._first_token_at - self._arrival)
         if tokens:
             self._served.metrics.coalesced.observe(len(tokens))
+            self._live.receipt.usage.num_generated_tokens += len(tokens)
         text = "".join(token.text for token in tokens) + (finished.text if finished is not None else "")
         records = [_token(model, request, token) for token in tokens] if request.wants_tokens else ()
         await self._send(generation_pb2.Delta(text=text, tokens=records, num_tokens=len(tokens)))
@@ -266,6 +281,9 @@ class _Sender:
         if self._first_token_at is not None:
             timings.time_to_first_token.CopyFrom(convert.duration(self._first_token_at - self._arrival))
         usage = convert.usage_message(event.num_prompt_tokens, event.num_cached_tokens, event.num_generated_tokens)
+        self._live.receipt.outputs.append(end)
+        self._live.receipt.usage.CopyFrom(usage)
+        self._live.receipt.timings.CopyFrom(timings)
         await self._send(generation_pb2.Finished(usage=usage, timings=timings))
 
 
@@ -278,6 +296,14 @@ def _name_what_was_asked(error: ServiceError, call: str, spec: generation_servic
         error.field = f"spec.{error.field}"
     elif error.reason in (Reason.PROMPT_TOO_LONG, Reason.NEVER_FITS):
         error.field = f"spec.{spec.WhichOneof('input')}"
+
+
+def _why_cancelled(context: Any) -> ServiceError:
+    """Tell a deadline that has passed from a client that has gone."""
+    left = context.time_remaining()
+    if left is not None and left <= 0:
+        return ServiceError(Reason.DEADLINE_EXCEEDED, "the call's deadline has passed")
+    return ServiceError(Reason.CANCELLED, "the client has gone")
 
 
 async def _check_digest(model: Model, expected: str) -> None:
