@@ -67,10 +67,19 @@ def load(config: ServeConfig) -> tuple[Model, CoreEngine]:
     """Open the model and start its engine; blocks until it can serve. Raises ServiceError."""
     model = open_model(config.model, pretokenizer=config.pretokenizer)
     try:
-        return model, create_core(model, config, log_fd=sys.stderr.fileno() if config.log_format == "text" else None)
+        return model, create_core(model, config, log_fd=_notices_fd(config))
     except BaseException:
         model.close()
         raise
+
+
+def _notices_fd(config: ServeConfig) -> int | None:
+    """Where the engine writes its notices: they are plain lines, so not into a log of JSON objects."""
+    if config.log_format != "text":
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        return sys.stderr.fileno()
+    return None
 
 
 class Server:

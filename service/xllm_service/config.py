@@ -394,7 +394,8 @@ class ServeConfig:
         lines = [f"model = {self.model}"]
         for setting in SETTINGS:
             source = self.sources.get(setting.field, "default")
-            lines.append(f"{setting.name} = {_show(getattr(self, setting.field))} ({source})")
+            value = self.model_name if setting.field == "name" else getattr(self, setting.field)
+            lines.append(f"{setting.name} = {_show(value)} ({source})")
         lines += [f"{name} is no setting and is ignored" for name in self.ignored]
         return lines
 

@@ -12,7 +12,9 @@ import contextlib
 import json
 import os
 import re
+import statistics
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +88,7 @@ build_id: str = cyengine.build_id
 
 _CONTROL = 3  # tokenizer.ggml.token_type of a CONTROL token
 _MAX_BUFFERED_TOKENS = 16384  # of one stream whose client does not read
+_NUM_STEP_SAMPLES = 9  # steps that the typical step time is taken from: some five seconds of work
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
 
 _log = get_logger("engine")
@@ -560,6 +563,8 @@ class AsyncEngine:
         self._streams: dict[int, _Stream] = {}
         # Weight sets in memory: that of the engine's mode; with AUTO each one from its first use on.
         self.loaded_modes = {self.info.decode_mode} - {DecodeMode.AUTO}
+        self._step_times: deque[float] = deque(maxlen=_NUM_STEP_SAMPLES)
+        self._num_steps_seen = 0
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
@@ -578,6 +583,11 @@ class AsyncEngine:
     def slots(self) -> list[SlotInfo]:
         """A snapshot of every slot; never waits for the step loop."""
         return self._core.slots()
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Median duration of steps of the last seconds of work; None before there was any."""
+        return statistics.median(self._step_times) if self._step_times else None
 
     def problem(self) -> str:
         """Why the engine cannot serve, by its own heartbeat; empty while it can."""
@@ -682,9 +692,13 @@ class AsyncEngine:
             stream.fail(failure)
 
     async def _watch(self) -> None:
-        """Look after clients that do not read and a step loop that does not move."""
+        """Look after clients that do not read and a step loop that does not move, and at how long steps take."""
         while True:
             await asyncio.sleep(min(_WATCH_S, self._stall_allowance_s / 4))
+            stats = self._core.stats()
+            if stats.num_steps != self._num_steps_seen:
+                self._num_steps_seen = stats.num_steps
+                self._step_times.append(stats.last_step_s)
             if self._streams and (problem := self.problem()):
                 _log.error("%s", problem)
                 self._fail_all(ServiceError(Reason.ENGINE_FAILED, problem))

@@ -255,6 +255,9 @@ async def test_load_is_a_snapshot(client: AsyncClient, engine: FakeEngine) -> No
     (load,) = await client.load()
     assert (load.num_slots, load.num_free_slots, load.num_used_kv_blocks) == (4, 3, 1)
     assert (load.num_prompt_tokens, load.num_cached_tokens) == (8, 2)
+    while not load.HasField("step_time"):
+        (load,) = await client.load()
+    assert load.step_time.ToTimedelta().total_seconds() == 0.25
     call.close()
 
 

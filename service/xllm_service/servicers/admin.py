@@ -70,7 +70,8 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         served = self._served
         if served.engine is None and request.model in ("", served.name):
             return admin_service_pb2.GetLoadResponse()
-        stats = served.get_engine(request.model).stats()
+        engine = served.get_engine(request.model)
+        stats = engine.stats()
         load = admin_service_pb2.EngineLoad(
             model=served.name,
             snapshot_time=convert.timestamp(time.time()),
@@ -87,8 +88,8 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             num_generated_tokens=stats.num_generated_tokens,
             num_preemptions=stats.num_preemptions,
         )
-        if stats.num_steps:
-            load.step_time.CopyFrom(convert.duration(stats.last_step_s))
+        if engine.step_time_s is not None:
+            load.step_time.CopyFrom(convert.duration(engine.step_time_s))
         return admin_service_pb2.GetLoadResponse(engines=[load])
 
     def _limits(self) -> admin_service_pb2.ServerLimits:

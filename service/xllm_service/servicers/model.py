@@ -14,6 +14,7 @@ from xllm_service.servicers.served import Served
 from xllm_service.validation import validate_chat, validate_token_ids
 
 _ROPE_THETA = 10000.0  # RoPE's base in a file that does not say (arXiv:2104.09864)
+_MAX_VALUE = 4096  # characters of one metadata value
 _LONG_TEXT = 4096  # characters; longer text is read in a worker thread
 
 
@@ -156,10 +157,14 @@ def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.
         message.chat_template.uses_tools = "tools" in info.chat_template
     if include_metadata:
         message.metadata.extend(
-            model_service_pb2.MetadataEntry(key=entry.key, type=entry.type, value=entry.value_json)
+            model_service_pb2.MetadataEntry(key=entry.key, type=entry.type, value=_shown(entry.value_json))
             for entry in model.metadata()
         )
     return message
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= _MAX_VALUE else value[: _MAX_VALUE - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _tensor_types(tensors: Any) -> list[model_service_pb2.TensorTypeUse]:
