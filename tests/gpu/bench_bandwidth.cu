@@ -1,4 +1,5 @@
-// What the device can read, and what a kernel boundary inside a graph costs: the two figures that the floors and plans stand on.
+// What the device can read, and what a kernel boundary inside a graph costs: the two figures that
+// the floors and plans stand on.
 #include <algorithm>
 #include <vector>
 
@@ -12,13 +13,17 @@ namespace xllm::check {
 namespace {
 
 // Streams `count` 16-byte pieces, eight in flight per thread.
-__global__ void __launch_bounds__(256) read_kernel(const uint4 *data, size_t count, uint32_t *sink) {
+__global__ void __launch_bounds__(256)
+    read_kernel(const uint4 *data, size_t count, uint32_t *sink) {
   uint32_t sum = 0;
   const size_t stride = static_cast<size_t>(gridDim.x) * 256 * 8;
-  for (size_t base = static_cast<size_t>(blockIdx.x) * 256 * 8 + threadIdx.x; base < count; base += stride) {
+  for (size_t base = static_cast<size_t>(blockIdx.x) * 256 * 8 + threadIdx.x; base < count;
+       base += stride) {
     uint4 v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = base + i * 256 < count ? cuda::load_once_16(data + base + i * 256) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < 8; ++i)
+      v[i] = base + i * 256 < count ? cuda::load_once_16(data + base + i * 256)
+                                    : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
   }
@@ -26,7 +31,8 @@ __global__ void __launch_bounds__(256) read_kernel(const uint4 *data, size_t cou
 }
 
 __global__ void fill_kernel(uint4 *data, size_t count) {
-  for (size_t i = static_cast<size_t>(blockIdx.x) * 256 + threadIdx.x; i < count; i += static_cast<size_t>(gridDim.x) * 256) {
+  for (size_t i = static_cast<size_t>(blockIdx.x) * 256 + threadIdx.x; i < count;
+       i += static_cast<size_t>(gridDim.x) * 256) {
     const uint32_t x = static_cast<uint32_t>(i) * 2654435761u;
     data[i] = make_uint4(x, x ^ 0x9e3779b9u, x * 3, x * 5);
   }
@@ -63,7 +69,9 @@ void bench_bandwidth(Report *report) {
     }
     std::sort(times.begin(), times.end());
     const double ms = static_cast<double>(times[times.size() / 2]);
-    report->row({{"bench", "read"}, {"mb", std::to_string(bytes >> 20)}, {"tb_per_s", number(static_cast<double>(bytes) / ms / 1e9)}});
+    report->row({{"bench", "read"},
+                 {"mb", std::to_string(bytes >> 20)},
+                 {"tb_per_s", number(static_cast<double>(bytes) / ms / 1e9)}});
   }
   for (const bool is_dependent : {false, true}) {
     cuda::Device with = device;
@@ -74,7 +82,8 @@ void bench_bandwidth(Report *report) {
     cudaGraphExec_t exec = nullptr;
     cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
     for (int i = 0; i < kKernels; ++i) {
-      cuda::launch_kernel({&with, stream}, "boundary", boundary_kernel, dim3(static_cast<unsigned>(device.num_sms)), 128, 0, value.data());
+      cuda::launch_kernel({&with, stream}, "boundary", boundary_kernel,
+                          dim3(static_cast<unsigned>(device.num_sms)), 128, 0, value.data());
     }
     cuda::check(cudaStreamEndCapture(stream, &graph), "capture");
     cuda::check(cudaGraphInstantiate(&exec, graph, 0), "graph");
@@ -88,7 +97,9 @@ void bench_bandwidth(Report *report) {
       cuda::check(cudaEventElapsedTime(&ms, start, stop), "event");
       best = std::min(best, ms);
     }
-    report->row({{"bench", "boundary"}, {"dependent_launch", is_dependent ? "yes" : "no"}, {"us", number(static_cast<double>(best) * 1e3 / kKernels)}});
+    report->row({{"bench", "boundary"},
+                 {"dependent_launch", is_dependent ? "yes" : "no"},
+                 {"us", number(static_cast<double>(best) * 1e3 / kKernels)}});
     (void)cudaGraphExecDestroy(exec);
     (void)cudaGraphDestroy(graph);
   }

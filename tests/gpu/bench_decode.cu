@@ -1,5 +1,5 @@
-// Decode steps of models of exact shape and Q4_K_M mix, random weights, through the Backend interface: ms per step, share of the floor,
-// and where the time goes by stage.
+// Decode steps of models of exact shape and Q4_K_M mix, random weights, through the Backend
+// interface: ms per step, share of the floor, and where the time goes by stage.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -42,7 +42,9 @@ std::unique_ptr<HostModel> make_shape(const Shape &s, const std::string &mix) {
   std::map<std::string, MatrixView> made;
   const auto matrix = [&](DType type, int64_t rows, int64_t cols, const std::string &name) {
     const std::string key = name + dtype_info(type).name;
-    if (made.count(key) == 0) made[key] = model->keep(random_matrix(type, rows, cols, 0.7 / std::sqrt(static_cast<double>(cols)), ++seed, name));
+    if (made.count(key) == 0)
+      made[key] = model->keep(random_matrix(
+          type, rows, cols, 0.7 / std::sqrt(static_cast<double>(cols)), ++seed, name));
     return made[key];
   };
   const auto vector = [&](int64_t size, const std::string &name) {
@@ -53,8 +55,10 @@ std::unique_ptr<HostModel> make_shape(const Shape &s, const std::string &mix) {
   ModelTensors &t = model->tensors;
   const int64_t q_rows = int64_t{s.heads} * s.head_dim, kv_rows = int64_t{s.kv_heads} * s.head_dim;
   for (int i = 0; i < s.layers; ++i) {
-    // Q4_K_M keeps attn_v and ffn_down of half of the layers in q6_k: the first and last eighth, and every third between.
-    const bool has_more = mix == "q4_k_m" && (i < s.layers / 8 || i >= 7 * s.layers / 8 || (i - s.layers / 8) % 3 == 2);
+    // Q4_K_M keeps attn_v and ffn_down of half of the layers in q6_k: the first and last eighth,
+    // and every third between.
+    const bool has_more = mix == "q4_k_m" && (i < s.layers / 8 || i >= 7 * s.layers / 8 ||
+                                              (i - s.layers / 8) % 3 == 2);
     const DType more = has_more ? DType::kQ6_K : base;
     LayerTensors layer;
     layer.attn_norm = vector(s.hidden, "attn_norm");
@@ -100,7 +104,9 @@ StageBytes streamed(const HostModel &model) {
 }
 
 double now_ms() {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double, std::milli>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // Time of one replay of what `issue` puts on the stream, in ms.
@@ -139,7 +145,8 @@ double median(std::vector<double> v) {
   return v[v.size() / 2];
 }
 
-void bench_model(Report *report, const Options &options, const Shape &shape, const std::string &mix) {
+void bench_model(Report *report, const Options &options, const Shape &shape,
+                 const std::string &mix) {
   const std::string name = std::string(shape.name) + " " + mix;
   const auto model = make_shape(shape, mix);
   cuda::CudaBackend backend{BackendOptions()};
@@ -154,25 +161,33 @@ void bench_model(Report *report, const Options &options, const Shape &shape, con
     std::vector<uint16_t> noise(size_t{1} << 22);
     Random random(4);
     for (uint16_t &v : noise) v = float_to_half(static_cast<float>(random.uniform() * 2 - 1));
-    const uint64_t bytes = engine.kv.layout.block_bytes() * static_cast<uint64_t>(engine.kv.num_blocks);
+    const uint64_t bytes =
+        engine.kv.layout.block_bytes() * static_cast<uint64_t>(engine.kv.num_blocks);
     for (uint64_t at = 0; at < bytes; at += noise.size() * 2) {
-      cuda::check(cudaMemcpy(engine.pool.data() + at, noise.data(), std::min<uint64_t>(noise.size() * 2, bytes - at), cudaMemcpyHostToDevice),
-                  "fill the cache");
+      cuda::check(
+          cudaMemcpy(engine.pool.data() + at, noise.data(),
+                     std::min<uint64_t>(noise.size() * 2, bytes - at), cudaMemcpyHostToDevice),
+          "fill the cache");
     }
   }
   const StageBytes bytes = streamed(*model);
-  report->row({{"bench", "load"}, {"model", name}, {"ms", number(load_ms)}, {"streamed_gb", number(bytes.all() / 1e9)},
+  report->row({{"bench", "load"},
+               {"model", name},
+               {"ms", number(load_ms)},
+               {"streamed_gb", number(bytes.all() / 1e9)},
                {"device_gb", number(static_cast<double>(engine.weights->size_bytes()) / 1e9)}});
   for (const int bs : options.batch_sizes) {
     std::vector<TestSequence> seqs(static_cast<size_t>(bs));
     std::vector<TestSequence *> all;
     Random random(5);
     for (TestSequence &s : seqs) {
-      for (int i = 0; i < options.context + options.num_steps + 40; ++i) s.tokens.push_back(random.below(shape.vocab));
+      for (int i = 0; i < options.context + options.num_steps + 40; ++i)
+        s.tokens.push_back(random.below(shape.vocab));
       s.num_computed = options.context;
       all.push_back(&s);
     }
-    const double kv_bytes = static_cast<double>(engine.kv.layout.bytes_per_token()) * (options.context + options.num_steps / 2.0) * bs;
+    const double kv_bytes = static_cast<double>(engine.kv.layout.bytes_per_token()) *
+                            (options.context + options.num_steps / 2.0) * bs;
     const double floor_ms = (bytes.all() + kv_bytes) / options.read_bandwidth * 1e3;
     const std::vector<int> ones(static_cast<size_t>(bs), 1);
     std::map<bool, double> step_ms;
@@ -182,7 +197,8 @@ void bench_model(Report *report, const Options &options, const Shape &shape, con
       std::vector<double> times;
       for (int step = 0; step < options.num_steps; ++step) {
         ForwardBatch b = engine.batch(all, ones);
-        if (step > 0) std::fill(b.token_ids.begin(), b.token_ids.end(), ForwardBatch::kSampledOnDevice);
+        if (step > 0)
+          std::fill(b.token_ids.begin(), b.token_ids.end(), ForwardBatch::kSampledOnDevice);
         std::vector<SampleRow> rows(all.size());
         for (SampleRow &row : rows) row.num_choosable = shape.vocab;
         std::vector<int32_t> chosen(all.size());
@@ -192,7 +208,8 @@ void bench_model(Report *report, const Options &options, const Shape &shape, con
         const double ms = now_ms() - start;
         if (step >= 8) times.push_back(ms);
         if (!is_sampled || *std::min_element(chosen.begin(), chosen.end()) < 0) {
-          report->verdict(name + ": a token is chosen", false, "bs " + std::to_string(bs) + " step " + std::to_string(step));
+          report->verdict(name + ": a token is chosen", false,
+                          "bs " + std::to_string(bs) + " step " + std::to_string(step));
           break;
         }
         for (TestSequence &s : seqs) s.num_computed += 1;
@@ -217,9 +234,15 @@ void bench_model(Report *report, const Options &options, const Shape &shape, con
     (void)cudaEventDestroy(start);
     (void)cudaEventDestroy(stop);
     const double device_ms = static_cast<double>(ms) / kBackToBack;
-    report->row({{"bench", "decode"}, {"model", name}, {"bs", std::to_string(bs)}, {"step_ms", number(step_ms[true])},
-                 {"device_ms", number(device_ms)}, {"eager_ms", number(step_ms[false])}, {"floor_ms", number(floor_ms)},
-                 {"share", number(floor_ms / step_ms[true] * 100, "%.1f%%")}, {"device_share", number(floor_ms / device_ms * 100, "%.1f%%")}});
+    report->row({{"bench", "decode"},
+                 {"model", name},
+                 {"bs", std::to_string(bs)},
+                 {"step_ms", number(step_ms[true])},
+                 {"device_ms", number(device_ms)},
+                 {"eager_ms", number(step_ms[false])},
+                 {"floor_ms", number(floor_ms)},
+                 {"share", number(floor_ms / step_ms[true] * 100, "%.1f%%")},
+                 {"device_share", number(floor_ms / device_ms * 100, "%.1f%%")}});
     if (options.has_breakdown) {
       auto &ws = *engine.workspace;
       const auto &w = *engine.weights;
@@ -237,15 +260,21 @@ void bench_model(Report *report, const Options &options, const Shape &shape, con
       const auto with_rate = [&](double stage_ms, double stage_bytes) {
         return number(stage_ms) + " (" + number(stage_bytes / stage_ms / 1e9, "%.2f") + " TB/s)";
       };
-      report->row({{"bench", "stages"}, {"model", name}, {"bs", std::to_string(bs)}, {"qkv_ms", with_rate(qkv, bytes.qkv)},
-                   {"attention_ms", number(attention)}, {"o_proj_ms", with_rate(o, bytes.o)}, {"ffn_ms", with_rate(ffn, bytes.ffn)},
+      report->row({{"bench", "stages"},
+                   {"model", name},
+                   {"bs", std::to_string(bs)},
+                   {"qkv_ms", with_rate(qkv, bytes.qkv)},
+                   {"attention_ms", number(attention)},
+                   {"o_proj_ms", with_rate(o, bytes.o)},
+                   {"ffn_ms", with_rate(ffn, bytes.ffn)},
                    {"head_ms", with_rate(head, bytes.head)}});
     }
     // What the shape of the rings does, and dependent launches.
     if (options.has_variants && (bs == 1 || bs == 8)) {
       const cuda::Device usual = backend.device();
       for (const bool is_dependent : {true, false}) {
-        for (const auto &[ctas, stages] : {std::pair<int, int>{2, 4}, {1, 8}, {2, 3}, {2, 2}, {3, 4}, {4, 4}, {2, 8}}) {
+        for (const auto &[ctas, stages] :
+             {std::pair<int, int>{2, 4}, {1, 8}, {2, 3}, {2, 2}, {3, 4}, {4, 4}, {2, 8}}) {
           if (!is_dependent && (ctas != 2 || stages != 4)) continue;
           backend.device() = usual;
           backend.device().ctas_per_sm = ctas;
@@ -260,8 +289,13 @@ void bench_model(Report *report, const Options &options, const Shape &shape, con
             }
             backend.head(*engine.workspace, *engine.weights, b);
           });
-          report->row({{"bench", "variant"}, {"model", name}, {"bs", std::to_string(bs)}, {"ctas_per_sm", std::to_string(ctas)},
-                       {"stages", std::to_string(stages)}, {"dependent_launch", is_dependent ? "yes" : "no"}, {"layers_and_head_ms", number(step)}});
+          report->row({{"bench", "variant"},
+                       {"model", name},
+                       {"bs", std::to_string(bs)},
+                       {"ctas_per_sm", std::to_string(ctas)},
+                       {"stages", std::to_string(stages)},
+                       {"dependent_launch", is_dependent ? "yes" : "no"},
+                       {"layers_and_head_ms", number(step)}});
         }
       }
       backend.device() = usual;

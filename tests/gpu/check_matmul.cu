@@ -1,4 +1,5 @@
-// Repacking and the matrix products, every type, against float64; and the bytes of one kernel against those of another.
+// Repacking and the matrix products, every type, against float64; and the bytes of one kernel
+// against those of another.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -20,8 +21,9 @@ using cuda::ActView;
 using cuda::DeviceMatrix;
 using cuda::FusedMatrix;
 
-const DType kTypes[] = {DType::kQ4_0, DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ8_0, DType::kQ4_K,
-                        DType::kQ5_K, DType::kQ6_K, DType::kQ3_K, DType::kIQ4_NL, DType::kF16, DType::kF32, DType::kBF16};
+const DType kTypes[] = {DType::kQ4_0, DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, DType::kQ8_0,
+                        DType::kQ4_K, DType::kQ5_K, DType::kQ6_K, DType::kQ3_K, DType::kIQ4_NL,
+                        DType::kF16,  DType::kF32,  DType::kBF16};
 
 // Quantised activations made on the host, by the rule of act_quant.cuh.
 struct Acts {
@@ -53,15 +55,18 @@ std::unique_ptr<Acts> random_acts(int tokens, int64_t cols, uint64_t seed) {
       const size_t entry = (static_cast<size_t>(token / 8) * blocks + block) * 8 + token % 8;
       int sum = 0;
       for (int k = 0; k < 32; ++k) {
-        const int q = std::max(-127, std::min(127, static_cast<int>(std::nearbyint(x[k] * inverse))));
+        const int q =
+            std::max(-127, std::min(127, static_cast<int>(std::nearbyint(x[k] * inverse))));
         sum += q;
         codes[entry * 32 + position_in_block(k)] = static_cast<int8_t>(q);
-        if (block * 32 + k < cols) values[static_cast<size_t>(token) * cols + block * 32 + k] = static_cast<double>(d) * q;
+        if (block * 32 + k < cols)
+          values[static_cast<size_t>(token) * cols + block * 32 + k] = static_cast<double>(d) * q;
       }
       scales[entry] = make_float2(d, d * static_cast<float>(sum));
     }
   }
-  auto acts = std::unique_ptr<Acts>(new Acts{std::move(values), DeviceArray<int8_t>(codes), DeviceArray<float2>(scales), {}});
+  auto acts = std::unique_ptr<Acts>(
+      new Acts{std::move(values), DeviceArray<int8_t>(codes), DeviceArray<float2>(scales), {}});
   acts->view = {acts->codes.data(), acts->scales.data(), blocks};
   return acts;
 }
@@ -73,11 +78,13 @@ struct OnDevice {
 
 std::unique_ptr<OnDevice> upload(const MatrixView &view) {
   const int type = cuda::weight_type_of(view.dtype);
-  auto made = std::unique_ptr<OnDevice>(new OnDevice{DeviceArray<uint8_t>(cuda::device_bytes(view)), {}});
+  auto made =
+      std::unique_ptr<OnDevice>(new OnDevice{DeviceArray<uint8_t>(cuda::device_bytes(view)), {}});
   std::vector<uint8_t> raw(view.size_bytes());
   std::memcpy(raw.data(), view.data, raw.size());
   if (cuda::is_plain(type)) {
-    cuda::check(cudaMemcpy(made->bytes.data(), raw.data(), raw.size(), cudaMemcpyHostToDevice), "upload");
+    cuda::check(cudaMemcpy(made->bytes.data(), raw.data(), raw.size(), cudaMemcpyHostToDevice),
+                "upload");
   } else {
     const DeviceArray<uint8_t> on_device(raw);
     cuda::repack(view.dtype, on_device.data(), view.rows, view.cols, made->bytes.data(), nullptr);
@@ -102,12 +109,14 @@ std::vector<double> reference_product(const MatrixView &w, const Acts &acts, int
 }
 
 // Worst row of ||out - reference|| / ||reference||; infinite where anything is not finite.
-double worst_error(const std::vector<float> &out, const std::vector<double> &reference, int tokens, int64_t width) {
+double worst_error(const std::vector<float> &out, const std::vector<double> &reference, int tokens,
+                   int64_t width) {
   double worst = 0;
   for (int m = 0; m < tokens; ++m) {
     double error = 0, norm = 0;
     for (int64_t i = 0; i < width; ++i) {
-      const double r = reference[static_cast<size_t>(m) * width + i], e = out[static_cast<size_t>(m) * width + i] - r;
+      const double r = reference[static_cast<size_t>(m) * width + i],
+                   e = out[static_cast<size_t>(m) * width + i] - r;
       error += e * e;
       norm += r * r;
     }
@@ -121,12 +130,15 @@ double worst_error(const std::vector<float> &out, const std::vector<double> &ref
 const int kTokenCounts[] = {1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 130};
 constexpr int kMaxTokens = 130;
 
-std::vector<float> run(const cuda::Device &device, const FusedMatrix &matrix, const Acts &acts, int tokens, const float *bias, bool is_added,
+std::vector<float> run(const cuda::Device &device, const FusedMatrix &matrix, const Acts &acts,
+                       int tokens, const float *bias, bool is_added,
                        const std::vector<float> *start) {
   const int64_t rows = matrix.rows();
   DeviceArray<float> out(static_cast<size_t>(tokens) * rows);
   if (start != nullptr) {
-    cuda::check(cudaMemcpy(out.data(), start->data(), static_cast<size_t>(tokens) * rows * 4, cudaMemcpyHostToDevice), "copy");
+    cuda::check(cudaMemcpy(out.data(), start->data(), static_cast<size_t>(tokens) * rows * 4,
+                           cudaMemcpyHostToDevice),
+                "copy");
   }
   const DeviceArray<float> partials(std::max<size_t>(cuda::partial_floats(matrix, tokens), 1));
   cuda::Product product = {};
@@ -142,7 +154,9 @@ std::vector<float> run(const cuda::Device &device, const FusedMatrix &matrix, co
   return out.read();
 }
 
-bool same_bytes(const float *a, const float *b, size_t count) { return std::memcmp(a, b, count * sizeof(float)) == 0; }
+bool same_bytes(const float *a, const float *b, size_t count) {
+  return std::memcmp(a, b, count * sizeof(float)) == 0;
+}
 
 }  // namespace
 
@@ -157,7 +171,8 @@ void check_repack(Report *report) {
     for (int64_t row = 0; row < rows; ++row) {
       const std::vector<double> values = dequantize_row(m.view, row);
       for (int64_t col = 0; col < cols; ++col) {
-        const double v = cuda::tile_value_on_host(cuda::weight_type_of(type), tiles.data(), cols, row, col);
+        const double v =
+            cuda::tile_value_on_host(cuda::weight_type_of(type), tiles.data(), cols, row, col);
         worst = std::max(worst, std::fabs(v - values[col]));
       }
     }
@@ -180,43 +195,55 @@ void check_matmul(Report *report) {
   uint64_t seed = 100;
   for (const DType type : kTypes) {
     const bool is_k = dtype_info(type).block_elems == 256;
-    const std::pair<int64_t, int64_t> shapes[] = {{100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}};
+    const std::pair<int64_t, int64_t> shapes[] = {
+        {100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}};
     for (const auto &[rows, cols] : shapes) {
-      const HostMatrix m = random_matrix(type, rows, cols, 1 / std::sqrt(static_cast<double>(cols)), ++seed);
+      const HostMatrix m =
+          random_matrix(type, rows, cols, 1 / std::sqrt(static_cast<double>(cols)), ++seed);
       const auto on_device = upload(m.view);
       FusedMatrix matrix;
       matrix.parts.push_back(on_device->matrix);
       const auto acts = random_acts(kMaxTokens, cols, ++seed);
       const std::vector<double> reference = reference_product(m.view, *acts, kMaxTokens);
-      const std::string name =
-          std::string("matmul ") + dtype_info(type).name + " " + std::to_string(rows) + "x" + std::to_string(cols);
-      const std::vector<float> all = run(device, matrix, *acts, kMaxTokens, nullptr, false, nullptr);
+      const std::string name = std::string("matmul ") + dtype_info(type).name + " " +
+                               std::to_string(rows) + "x" + std::to_string(cols);
+      const std::vector<float> all =
+          run(device, matrix, *acts, kMaxTokens, nullptr, false, nullptr);
       const double error = worst_error(all, reference, kMaxTokens, rows);
       report->verdict(name + ": float64", error < 1e-5, "relative error " + number(error));
       std::string differs, old_differs;
       for (const int tokens : kTokenCounts) {
         const std::vector<float> some = run(device, matrix, *acts, tokens, nullptr, false, nullptr);
-        if (!same_bytes(some.data(), all.data(), some.size())) differs += " " + std::to_string(tokens);
-        const std::vector<float> old = run(old_device, matrix, *acts, tokens, nullptr, false, nullptr);
-        if (!same_bytes(old.data(), all.data(), old.size())) old_differs += " " + std::to_string(tokens);
+        if (!same_bytes(some.data(), all.data(), some.size()))
+          differs += " " + std::to_string(tokens);
+        const std::vector<float> old =
+            run(old_device, matrix, *acts, tokens, nullptr, false, nullptr);
+        if (!same_bytes(old.data(), all.data(), old.size()))
+          old_differs += " " + std::to_string(tokens);
       }
-      report->verdict(name + ": bytes at every M", differs.empty(), differs.empty() ? "" : "differs at M" + differs);
-      report->verdict(name + ": dp4a = mma", old_differs.empty(), old_differs.empty() ? "" : "differs at M" + old_differs);
+      report->verdict(name + ": bytes at every M", differs.empty(),
+                      differs.empty() ? "" : "differs at M" + differs);
+      report->verdict(name + ": dp4a = mma", old_differs.empty(),
+                      old_differs.empty() ? "" : "differs at M" + old_differs);
     }
   }
 
-  // Three matrices of different types in one product, with bias, added to what is there; row counts that do not fill tiles.
+  // Three matrices of different types in one product, with bias, added to what is there; row counts
+  // that do not fill tiles.
   {
     const int64_t cols = 1536;
-    const HostMatrix q = random_matrix(DType::kQ4_K, 320, cols, 0.02, 1), k = random_matrix(DType::kQ5_0, 72, cols, 0.02, 2),
-                     v = random_matrix(DType::kQ6_K, 72, cols, 0.02, 3), f = random_matrix(DType::kF16, 72, cols, 0.02, 4);
+    const HostMatrix q = random_matrix(DType::kQ4_K, 320, cols, 0.02, 1),
+                     k = random_matrix(DType::kQ5_0, 72, cols, 0.02, 2),
+                     v = random_matrix(DType::kQ6_K, 72, cols, 0.02, 3),
+                     f = random_matrix(DType::kF16, 72, cols, 0.02, 4);
     const auto dq = upload(q.view), dk = upload(k.view), dv = upload(v.view), df = upload(f.view);
     for (const bool has_plain : {false, true}) {
       FusedMatrix matrix;
       matrix.parts = {dq->matrix, dk->matrix, has_plain ? df->matrix : dv->matrix};
       const int64_t rows = matrix.rows();
       const auto acts = random_acts(kMaxTokens, cols, 7);
-      const HostMatrix bias = random_vector(rows, 0, 1, 5), start = random_vector(rows * kMaxTokens, 0, 1, 6);
+      const HostMatrix bias = random_vector(rows, 0, 1, 5),
+                       start = random_vector(rows * kMaxTokens, 0, 1, 6);
       std::vector<float> bias_values(rows), start_values(rows * kMaxTokens);
       std::memcpy(bias_values.data(), bias.bytes.data(), bias.bytes.size());
       std::memcpy(start_values.data(), start.bytes.data(), start.bytes.size());
@@ -228,20 +255,26 @@ void check_matmul(Report *report) {
         for (int m = 0; m < kMaxTokens; ++m) {
           for (int64_t i = 0; i < part->rows; ++i) {
             const size_t to = static_cast<size_t>(m) * rows + at + i;
-            reference[to] = y[static_cast<size_t>(m) * part->rows + i] + bias_values[at + i] + start_values[to];
+            reference[to] =
+                y[static_cast<size_t>(m) * part->rows + i] + bias_values[at + i] + start_values[to];
           }
         }
         at += part->rows;
       }
-      const std::string name = has_plain ? "fused product with an f16 part" : "fused product q4_k|q5_0|q6_k";
-      const std::vector<float> all = run(device, matrix, *acts, kMaxTokens, device_bias.data(), true, &start_values);
+      const std::string name =
+          has_plain ? "fused product with an f16 part" : "fused product q4_k|q5_0|q6_k";
+      const std::vector<float> all =
+          run(device, matrix, *acts, kMaxTokens, device_bias.data(), true, &start_values);
       report->verdict(name + ": float64", worst_error(all, reference, kMaxTokens, rows) < 1e-5,
                       "relative error " + number(worst_error(all, reference, kMaxTokens, rows)));
       std::string differs;
       for (const int tokens : kTokenCounts) {
-        for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device)}) {
-          const std::vector<float> some = run(*which, matrix, *acts, tokens, device_bias.data(), true, &start_values);
-          if (!same_bytes(some.data(), all.data(), some.size())) differs += " " + std::to_string(tokens);
+        for (const cuda::Device *which :
+             {&device, static_cast<const cuda::Device *>(&old_device)}) {
+          const std::vector<float> some =
+              run(*which, matrix, *acts, tokens, device_bias.data(), true, &start_values);
+          if (!same_bytes(some.data(), all.data(), some.size()))
+            differs += " " + std::to_string(tokens);
         }
       }
       report->verdict(name + ": bytes at every M", differs.empty(), differs);
@@ -251,15 +284,18 @@ void check_matmul(Report *report) {
   // SwiGLU with its quantiser.
   for (const DType type : {DType::kQ4_K, DType::kQ6_K, DType::kQ4_1, DType::kQ8_0}) {
     const int64_t cols = 1024, inner = 288;
-    const HostMatrix gate = random_matrix(type, inner, cols, 0.05, 21), up = random_matrix(type, inner, cols, 0.05, 22);
+    const HostMatrix gate = random_matrix(type, inner, cols, 0.05, 21),
+                     up = random_matrix(type, inner, cols, 0.05, 22);
     const auto dg = upload(gate.view), du = upload(up.view);
     const auto acts = random_acts(kMaxTokens, cols, 23);
-    const std::vector<double> g = reference_product(gate.view, *acts, kMaxTokens), u = reference_product(up.view, *acts, kMaxTokens);
+    const std::vector<double> g = reference_product(gate.view, *acts, kMaxTokens),
+                              u = reference_product(up.view, *acts, kMaxTokens);
     const int blocks = static_cast<int>((inner + 63) / 64 * 2);
     const auto run_swiglu = [&](const cuda::Device &on, int tokens) {
       DeviceArray<int8_t> codes(static_cast<size_t>(192) * blocks * 32);
       DeviceArray<float2> scales(static_cast<size_t>(192) * blocks);
-      cuda::matmul_swiglu({&on, test_stream()}, dg->matrix, du->matrix, acts->view, tokens, {codes.data(), scales.data(), blocks});
+      cuda::matmul_swiglu({&on, test_stream()}, dg->matrix, du->matrix, acts->view, tokens,
+                          {codes.data(), scales.data(), blocks});
       return std::make_pair(codes.read(), scales.read());
     };
     const auto all = run_swiglu(device, kMaxTokens);
@@ -282,7 +318,8 @@ void check_matmul(Report *report) {
       }
     }
     const std::string name = std::string("swiglu ") + dtype_info(type).name;
-    report->verdict(name + ": float64", worst < 0.51, "largest distance " + number(worst) + " of a quantisation step");
+    report->verdict(name + ": float64", worst < 0.51,
+                    "largest distance " + number(worst) + " of a quantisation step");
     std::string differs;
     for (const int tokens : kTokenCounts) {
       for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device)}) {

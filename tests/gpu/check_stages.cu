@@ -1,5 +1,6 @@
-// Every stage of whole steps against float64, each from what the device itself handed to it; and the bytes of sequences alone against
-// those of the same sequences in company, in other chunks, with and without graphs.
+// Every stage of whole steps against float64, each from what the device itself handed to it; and
+// the bytes of sequences alone against those of the same sequences in company, in other chunks,
+// with and without graphs.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -22,7 +23,8 @@ std::vector<ModelConfig> configs() {
   c = ModelConfig();
   c.name = "bias, 128, groups of 6";
   c.hidden = 768, c.inner = 864, c.heads = 6, c.kv_heads = 1, c.head_dim = 128;
-  c.q = DType::kQ8_0, c.v = DType::kQ5_0, c.o = DType::kQ5_1, c.gate = DType::kQ4_0, c.down = DType::kQ8_0;
+  c.q = DType::kQ8_0, c.v = DType::kQ5_0, c.o = DType::kQ5_1, c.gate = DType::kQ4_0,
+  c.down = DType::kQ8_0;
   c.embedding = DType::kQ8_0, c.head = DType::kQ5_K, c.has_bias = true, c.block_size = 64;
   all.push_back(c);
   c = ModelConfig();
@@ -34,7 +36,8 @@ std::vector<ModelConfig> configs() {
   c = ModelConfig();
   c.name = "window, 32, f16 gate and up";
   c.hidden = 128, c.inner = 352, c.heads = 4, c.kv_heads = 4, c.head_dim = 32;
-  c.q = c.v = c.o = c.down = DType::kQ8_0, c.embedding = DType::kF16, c.gate = DType::kF16, c.head = DType::kBF16;
+  c.q = c.v = c.o = c.down = DType::kQ8_0, c.embedding = DType::kF16, c.gate = DType::kF16,
+  c.head = DType::kBF16;
   c.window = 50, c.block_size = 8;
   all.push_back(c);
   c = ModelConfig();
@@ -61,7 +64,8 @@ Rows product(const MatrixView &w, const Rows &x, int rows) {
     const Rows values = dequantize_row(w, r);
     for (int m = 0; m < rows; ++m) {
       double sum = 0;
-      for (int64_t k = 0; k < w.cols; ++k) sum += values[k] * x[static_cast<size_t>(m) * w.cols + k];
+      for (int64_t k = 0; k < w.cols; ++k)
+        sum += values[k] * x[static_cast<size_t>(m) * w.cols + k];
       y[static_cast<size_t>(m) * w.rows + r] = sum;
     }
   }
@@ -81,7 +85,9 @@ Rows rms_norm(const Rows &x, const MatrixView &weight, int rows, double eps) {
   return y;
 }
 
-Rows wide(const std::vector<float> &v, size_t count) { return Rows(v.begin(), v.begin() + static_cast<long>(count)); }
+Rows wide(const std::vector<float> &v, size_t count) {
+  return Rows(v.begin(), v.begin() + static_cast<long>(count));
+}
 
 double relative(const Rows &out, const Rows &reference) {
   double error = 0, norm = 0;
@@ -93,15 +99,18 @@ double relative(const Rows &out, const Rows &reference) {
   return r == r ? r : INFINITY;
 }
 
-// Largest distance of quantised activations from what they stand for, in quantisation steps of their block.
+// Largest distance of quantised activations from what they stand for, in quantisation steps of
+// their block.
 double quantisation_error(const Rows &act, const Rows &reference, int rows, int64_t cols) {
   double worst = 0;
   for (int m = 0; m < rows; ++m) {
     for (int64_t b = 0; b < cols; b += 32) {
       double largest = 0;
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k) largest = std::max(largest, std::fabs(reference[m * cols + k]));
+      for (int64_t k = b; k < std::min(b + 32, cols); ++k)
+        largest = std::max(largest, std::fabs(reference[m * cols + k]));
       for (int64_t k = b; k < std::min(b + 32, cols); ++k) {
-        const double off = std::fabs(act[m * cols + k] - reference[m * cols + k]) / std::max(largest / 127, 1e-9);
+        const double off =
+            std::fabs(act[m * cols + k] - reference[m * cols + k]) / std::max(largest / 127, 1e-9);
         worst = off <= worst ? worst : off;
         if (!(off == off)) return INFINITY;
       }
@@ -115,9 +124,11 @@ Rows quantised(const Rows &x, int rows, int64_t cols) {
   for (int m = 0; m < rows; ++m) {
     for (int64_t b = 0; b < cols; b += 32) {
       double largest = 0;
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k) largest = std::max(largest, std::fabs(x[m * cols + k]));
+      for (int64_t k = b; k < std::min(b + 32, cols); ++k)
+        largest = std::max(largest, std::fabs(x[m * cols + k]));
       const double d = largest / 127;
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k) y[m * cols + k] = d > 0 ? std::nearbyint(x[m * cols + k] / d) * d : 0;
+      for (int64_t k = b; k < std::min(b + 32, cols); ++k)
+        y[m * cols + k] = d > 0 ? std::nearbyint(x[m * cols + k] / d) * d : 0;
     }
   }
   return y;
@@ -126,7 +137,8 @@ Rows quantised(const Rows &x, int rows, int64_t cols) {
 // One step, looked at after every stage.
 class StageCheck {
  public:
-  StageCheck(TestEngine *engine, Report *report, std::string name) : e_(*engine), report_(*report), name_(std::move(name)) {}
+  StageCheck(TestEngine *engine, Report *report, std::string name)
+      : e_(*engine), report_(*report), name_(std::move(name)) {}
 
   void run(const ForwardBatch &b, bool checks_all) {
     rows_ = b.num_tokens();
@@ -146,7 +158,8 @@ class StageCheck {
       Rows residual = tap(Tap::kResidual, hidden);
       verdict("embed", relative(residual, x), 1e-6);
       Rows act = tap(Tap::kActivations, hidden);
-      steps("embed's norm", act, rms_norm(residual, t.layers[0].attn_norm, rows_, dims.rms_eps), hidden);
+      steps("embed's norm", act, rms_norm(residual, t.layers[0].attn_norm, rows_, dims.rms_eps),
+            hidden);
       for (int i = 0; i < dims.num_layers; ++i) {
         const LayerTensors &layer = t.layers[i];
         const std::string at = "layer " + std::to_string(i) + " ";
@@ -168,7 +181,8 @@ class StageCheck {
         }
         residual = next;
         act = tap(Tap::kActivations, hidden);
-        steps(at + "o_proj's norm", act, rms_norm(residual, layer.ffn_norm, rows_, dims.rms_eps), hidden);
+        steps(at + "o_proj's norm", act, rms_norm(residual, layer.ffn_norm, rows_, dims.rms_eps),
+              hidden);
         backend.ffn(ws, *e_.weights, i, b);
         next = tap(Tap::kResidual, hidden);
         if (checks_all) {
@@ -182,12 +196,14 @@ class StageCheck {
         }
         residual = next;
         act = tap(Tap::kActivations, hidden);
-        const MatrixView &norm = i + 1 < dims.num_layers ? t.layers[i + 1].attn_norm : t.output_norm;
+        const MatrixView &norm =
+            i + 1 < dims.num_layers ? t.layers[i + 1].attn_norm : t.output_norm;
         steps(at + "ffn's norm", act, rms_norm(residual, norm, rows_, dims.rms_eps), hidden);
       }
       backend.head(ws, *e_.weights, b);
       Rows wanted;
-      for (const int32_t row : b.logit_rows) wanted.insert(wanted.end(), act.begin() + row * hidden, act.begin() + (row + 1) * hidden);
+      for (const int32_t row : b.logit_rows)
+        wanted.insert(wanted.end(), act.begin() + row * hidden, act.begin() + (row + 1) * hidden);
       const Rows reference = product(t.head, wanted, b.num_logits());
       std::vector<float> logits;
       backend.read_tap(ws, Tap::kLogits, &logits);
@@ -207,7 +223,8 @@ class StageCheck {
   }
   void steps(const std::string &what, const Rows &act, const Rows &reference, int64_t cols) {
     const double off = quantisation_error(act, reference, rows_, cols);
-    report_.verdict(name_ + ": " + what, off < 0.52, "largest distance " + number(off) + " of a quantisation step");
+    report_.verdict(name_ + ": " + what, off < 0.52,
+                    "largest distance " + number(off) + " of a quantisation step");
   }
   double vector_at_cached(const MatrixView &v, int64_t i) {
     if (cached_from_ != v.data) {
@@ -217,19 +234,23 @@ class StageCheck {
     return cached_[static_cast<size_t>(i)];
   }
 
-  const uint16_t *cache_row(const std::vector<uint8_t> &pool, int layer, int64_t kv_index, int index) const {
+  const uint16_t *cache_row(const std::vector<uint8_t> &pool, int layer, int64_t kv_index,
+                            int index) const {
     const KvLayout &layout = e_.kv.layout;
     const int64_t block = kv_index / layout.block_size, offset = kv_index % layout.block_size;
-    const uint64_t at = static_cast<uint64_t>(block) * layout.block_bytes() + static_cast<uint64_t>(layer) * layout.layer_bytes() +
-                        static_cast<uint64_t>(index) * layout.page_bytes() + static_cast<uint64_t>(offset) * layout.row_bytes();
+    const uint64_t at = static_cast<uint64_t>(block) * layout.block_bytes() +
+                        static_cast<uint64_t>(layer) * layout.layer_bytes() +
+                        static_cast<uint64_t>(index) * layout.page_bytes() +
+                        static_cast<uint64_t>(offset) * layout.row_bytes();
     return reinterpret_cast<const uint16_t *>(pool.data() + at);
   }
 
-  void qkv(const std::string &at, const LayerTensors &layer, int index, const ForwardBatch &b, const Rows &act, const Rows &q,
-           const std::vector<uint8_t> &pool) {
+  void qkv(const std::string &at, const LayerTensors &layer, int index, const ForwardBatch &b,
+           const Rows &act, const Rows &q, const std::vector<uint8_t> &pool) {
     const ModelDims &dims = e_.model->dims;
     const int dim = dims.head_dim, pairs = dims.rope.rotary_dim / 2;
-    const auto finish = [&](Rows y, const MatrixView &bias, const MatrixView &norm, int heads, bool is_rotated) {
+    const auto finish = [&](Rows y, const MatrixView &bias, const MatrixView &norm, int heads,
+                            bool is_rotated) {
       for (int m = 0; m < rows_; ++m) {
         for (int h = 0; h < heads; ++h) {
           double *x = y.data() + (static_cast<size_t>(m) * heads + h) * dim;
@@ -242,7 +263,8 @@ class StageCheck {
           }
           for (int i = 0; i < pairs && is_rotated; ++i) {
             const double angle = b.positions[m] * std::pow(10000.0, -2.0 * i / dim);
-            const int first = dims.rope.is_neighbor ? 2 * i : i, second = dims.rope.is_neighbor ? 2 * i + 1 : i + pairs;
+            const int first = dims.rope.is_neighbor ? 2 * i : i,
+                      second = dims.rope.is_neighbor ? 2 * i + 1 : i + pairs;
             const double u = x[first], v = x[second];
             x[first] = u * std::cos(angle) - v * std::sin(angle);
             x[second] = u * std::sin(angle) + v * std::cos(angle);
@@ -251,7 +273,10 @@ class StageCheck {
       }
       return y;
     };
-    verdict(at + "q", relative(q, finish(product(layer.q, act, rows_), layer.q_bias, layer.q_norm, dims.num_heads, true)), 5e-4);
+    verdict(at + "q",
+            relative(q, finish(product(layer.q, act, rows_), layer.q_bias, layer.q_norm,
+                               dims.num_heads, true)),
+            5e-4);
     const auto cached = [&](int first) {
       Rows out;
       for (int m = 0; m < rows_; ++m) {
@@ -262,21 +287,29 @@ class StageCheck {
       }
       return out;
     };
-    verdict(at + "k", relative(cached(0), finish(product(layer.k, act, rows_), layer.k_bias, layer.k_norm, dims.num_kv_heads, true)), 5e-4);
+    verdict(at + "k",
+            relative(cached(0), finish(product(layer.k, act, rows_), layer.k_bias, layer.k_norm,
+                                       dims.num_kv_heads, true)),
+            5e-4);
     verdict(at + "v",
-            relative(cached(dims.num_kv_heads), finish(product(layer.v, act, rows_), layer.v_bias, MatrixView(), dims.num_kv_heads, false)),
+            relative(cached(dims.num_kv_heads), finish(product(layer.v, act, rows_), layer.v_bias,
+                                                       MatrixView(), dims.num_kv_heads, false)),
             5e-4);
   }
 
-  void attention(const std::string &at, int layer, const ForwardBatch &b, const Rows &q, const std::vector<uint8_t> &pool,
-                 const Rows &out) {
+  void attention(const std::string &at, int layer, const ForwardBatch &b, const Rows &q,
+                 const std::vector<uint8_t> &pool, const Rows &out) {
     const ModelDims &dims = e_.model->dims;
-    const int dim = dims.head_dim, group = dims.num_heads / dims.num_kv_heads, block_size = e_.kv.layout.block_size;
+    const int dim = dims.head_dim, group = dims.num_heads / dims.num_kv_heads,
+              block_size = e_.kv.layout.block_size;
     Rows reference(static_cast<size_t>(rows_) * dims.num_heads * dim, 0.0);
     for (int m = 0; m < rows_; ++m) {
       const int32_t *table = b.block_tables.data() + b.seq_index[m] * b.max_blocks;
-      const int context = b.positions[m] + 1, start = dims.sliding_window > 0 ? std::max(0, context - dims.sliding_window) : 0;
-      const auto index_of = [&](int p) { return int64_t{table[p / block_size]} * block_size + p % block_size; };
+      const int context = b.positions[m] + 1,
+                start = dims.sliding_window > 0 ? std::max(0, context - dims.sliding_window) : 0;
+      const auto index_of = [&](int p) {
+        return int64_t{table[p / block_size]} * block_size + p % block_size;
+      };
       for (int h = 0; h < dims.num_heads; ++h) {
         const double *query = q.data() + (static_cast<size_t>(m) * dims.num_heads + h) * dim;
         double *y = reference.data() + (static_cast<size_t>(m) * dims.num_heads + h) * dim;
@@ -300,7 +333,8 @@ class StageCheck {
     }
     // Probabilities are f16: up to 2^-11 of a value, beside half a quantisation step.
     const double off = quantisation_error(out, reference, rows_, int64_t{dims.num_heads} * dim);
-    report_.verdict(name_ + ": " + at + "attention", off < 0.75, "largest distance " + number(off) + " of a quantisation step");
+    report_.verdict(name_ + ": " + at + "attention", off < 0.75,
+                    "largest distance " + number(off) + " of a quantisation step");
   }
 
   TestEngine &e_;
@@ -326,7 +360,8 @@ void check_stages(Report *report, bool is_quick) {
     const auto model = make_model(config, 1000);
     TestEngine engine(&backend, *model, config.block_size, 2000 / config.block_size, 8, 5);
     std::vector<TestSequence> seqs;
-    for (const int length : {80, 9, 140, 4}) seqs.push_back(random_sequence(length, config.vocab, 50 + static_cast<uint64_t>(length)));
+    for (const int length : {80, 9, 140, 4})
+      seqs.push_back(random_sequence(length, config.vocab, 50 + static_cast<uint64_t>(length)));
     std::vector<TestSequence *> all;
     for (TestSequence &s : seqs) all.push_back(&s);
     StageCheck check(&engine, report, config.name + ", prompts");
@@ -345,7 +380,8 @@ void check_stages(Report *report, bool is_quick) {
   cuda::CudaBackend backend{BackendOptions()};
   const auto model = make_model(config, 1);
   TestEngine engine(&backend, *model, config.block_size, 200, 4, 6);
-  TestSequence a = random_sequence(5100, config.vocab, 1), b = random_sequence(4200, config.vocab, 2);
+  TestSequence a = random_sequence(5100, config.vocab, 1),
+               b = random_sequence(4200, config.vocab, 2);
   while (a.num_computed < 5000) engine.step({&a}, {500});
   while (b.num_computed < 4095) engine.step({&b}, {819});
   StageCheck check(&engine, report, config.name);
@@ -388,13 +424,17 @@ void check_invariance(Report *report) {
       for (const size_t i : {0u, 2u, 5u}) {
         TestSequence s = prompts[i];
         std::vector<float> logits;
-        while (s.num_computed < lengths[i]) logits = engine.step({&s}, {std::min(chunk, lengths[i] - s.num_computed)});
-        if (std::memcmp(logits.data(), alone[i].data(), vocab * 4) != 0) differs += " " + std::to_string(i);
+        while (s.num_computed < lengths[i])
+          logits = engine.step({&s}, {std::min(chunk, lengths[i] - s.num_computed)});
+        if (std::memcmp(logits.data(), alone[i].data(), vocab * 4) != 0)
+          differs += " " + std::to_string(i);
         engine.release(&s);
       }
-      report->verdict(config.name + ": prompts in chunks of " + std::to_string(chunk), differs.empty(), "sequences that differ:" + differs);
+      report->verdict(config.name + ": prompts in chunks of " + std::to_string(chunk),
+                      differs.empty(), "sequences that differ:" + differs);
     }
-    // In company: `copies` of each sequence start together and decode together, graphs on and off, the device choosing the tokens.
+    // In company: `copies` of each sequence start together and decode together, graphs on and off,
+    // the device choosing the tokens.
     for (const bool has_graphs : {false, true}) {
       for (const int copies : {1, 7}) {
         backend.set_graphs(has_graphs);
@@ -410,13 +450,16 @@ void check_invariance(Report *report) {
         std::vector<float> logits = engine.step(all, counts);
         for (int step = 0; step <= kSteps; ++step) {
           for (size_t i = 0; i < all.size(); ++i) {
-            if (std::memcmp(logits.data() + i * vocab, alone[i % 9].data() + static_cast<size_t>(step) * vocab, vocab * 4) != 0 &&
+            if (std::memcmp(logits.data() + i * vocab,
+                            alone[i % 9].data() + static_cast<size_t>(step) * vocab,
+                            vocab * 4) != 0 &&
                 differs.size() < 60) {
               differs += " step " + std::to_string(step) + " sequence " + std::to_string(i) + ";";
             }
           }
           if (step == kSteps) break;
-          for (size_t i = 0; i < all.size(); ++i) all[i]->tokens.push_back(best(logits.data() + i * vocab));
+          for (size_t i = 0; i < all.size(); ++i)
+            all[i]->tokens.push_back(best(logits.data() + i * vocab));
           ForwardBatch b = engine.batch(all, std::vector<int>(all.size(), 1));
           engine.forward(b);
           std::vector<SampleRow> rows(all.size());
@@ -430,8 +473,9 @@ void check_invariance(Report *report) {
             if (!is_sampled || chosen[i] != best(logits.data() + i * vocab)) differs += " sampler";
           }
         }
-        report->verdict(config.name + ": " + std::to_string(all.size()) + " at once, graphs " + (has_graphs ? "on" : "off"), differs.empty(),
-                        differs);
+        report->verdict(config.name + ": " + std::to_string(all.size()) + " at once, graphs " +
+                            (has_graphs ? "on" : "off"),
+                        differs.empty(), differs);
         for (TestSequence &s : many) engine.release(&s);
       }
     }
@@ -454,7 +498,8 @@ void check_invariance(Report *report) {
         engine.forward(b);
         s.num_computed += 1;
         const float *now = backend.host_logits(*engine.workspace);
-        same = same && std::memcmp(now, alone[0].data() + static_cast<size_t>(step + 1) * vocab, vocab * 4) == 0;
+        same = same && std::memcmp(now, alone[0].data() + static_cast<size_t>(step + 1) * vocab,
+                                   vocab * 4) == 0;
       }
       report->verdict(config.name + ": sampled on the device", same, "");
       engine.release(&s);

@@ -1,10 +1,10 @@
 // Device memory of a check: checked, poisoned, freed at the end.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstring>
 #include <vector>
-
-#include <cuda_runtime.h>
 
 #include "backend/cuda/cuda_check.h"
 
@@ -19,18 +19,26 @@ class DeviceArray {
     poison();
   }
   explicit DeviceArray(const std::vector<T> &values) : DeviceArray(values.size()) {
-    cuda::check(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), "copy to the device");
+    cuda::check(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice),
+                "copy to the device");
   }
   DeviceArray(const DeviceArray &) = delete;
   DeviceArray &operator=(const DeviceArray &) = delete;
   ~DeviceArray() { (void)cudaFree(data_); }
 
-  void poison() { cuda::check(cudaMemset(data_, 0xff, count_ * sizeof(T)), "poison"); cuda::check(cudaDeviceSynchronize(), "poison"); }
-  void zero() { cuda::check(cudaMemset(data_, 0, count_ * sizeof(T)), "clear"); cuda::check(cudaDeviceSynchronize(), "clear"); }
+  void poison() {
+    cuda::check(cudaMemset(data_, 0xff, count_ * sizeof(T)), "poison");
+    cuda::check(cudaDeviceSynchronize(), "poison");
+  }
+  void zero() {
+    cuda::check(cudaMemset(data_, 0, count_ * sizeof(T)), "clear");
+    cuda::check(cudaDeviceSynchronize(), "clear");
+  }
   std::vector<T> read() const {
     std::vector<T> values(count_);
     cuda::check(cudaDeviceSynchronize(), "finish");
-    cuda::check(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "copy from the device");
+    cuda::check(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost),
+                "copy from the device");
     return values;
   }
   T *data() const { return data_; }

@@ -1,4 +1,5 @@
-// cuda_backend_check [--parts repack,matmul,stages,invariance,bandwidth,decode] [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
+// cuda_backend_check [--parts repack,matmul,stages,invariance,bandwidth,decode] [--models
+// NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
 //                    [--steps N] [--context N] [--quick] [--no-breakdown] [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
 #include <algorithm>
@@ -24,7 +25,8 @@ std::vector<std::string> split(const std::string &text) {
 
 int main(int argc, char **argv) {
   using xllm::check::Report;
-  std::vector<std::string> parts = {"repack", "matmul", "stages", "invariance", "bandwidth", "decode"};
+  std::vector<std::string> parts = {"repack",     "matmul",    "stages",
+                                    "invariance", "bandwidth", "decode"};
   xllm::check::Options options;
   Report report;
   std::string json;
@@ -52,7 +54,8 @@ int main(int argc, char **argv) {
     } else if (flag == "--json") {
       json = value, ++i;
     } else {
-      std::fprintf(stderr, "unknown option %s; see the first lines of tests/gpu/main.cc\n", argv[i]);
+      std::fprintf(stderr, "unknown option %s; see the first lines of tests/gpu/main.cc\n",
+                   argv[i]);
       return 2;
     }
   }
@@ -69,6 +72,7 @@ int main(int argc, char **argv) {
       report.verdict(part + ": ran to its end", false, error.what());
     }
   }
-  if (!json.empty() && !report.write_json(json)) std::fprintf(stderr, "cannot write %s\n", json.c_str());
+  if (!json.empty() && !report.write_json(json))
+    std::fprintf(stderr, "cannot write %s\n", json.c_str());
   return report.finish();
 }

@@ -43,7 +43,8 @@ void dequantize_block(DType dtype, const uint8_t *bytes, double *out) {
     }
     case DType::kQ4_1: {
       const auto b = load<BlockQ4_1>(bytes);
-      for (int i = 0; i < 32; ++i) out[i] = half(b.d) * (b.qs[i % 16] >> (i / 16 * 4) & 15) + half(b.m);
+      for (int i = 0; i < 32; ++i)
+        out[i] = half(b.d) * (b.qs[i % 16] >> (i / 16 * 4) & 15) + half(b.m);
       return;
     }
     case DType::kQ5_0: {
@@ -78,7 +79,8 @@ void dequantize_block(DType dtype, const uint8_t *bytes, double *out) {
         const int s = e / 16;
         const int low = s < 8 ? b.scales[s] & 15 : b.scales[s - 8] >> 4;
         const int scale = (low | (b.scales[8 + s % 4] >> (2 * (s / 4)) & 3) << 4) - 32;
-        const int q = (b.qs[e / 128 * 32 + e % 32] >> (2 * (e % 128 / 32)) & 3) - ((b.hmask[e % 32] >> (e / 32) & 1) != 0 ? 0 : 4);
+        const int q = (b.qs[e / 128 * 32 + e % 32] >> (2 * (e % 128 / 32)) & 3) -
+                      ((b.hmask[e % 32] >> (e / 32) & 1) != 0 ? 0 : 4);
         out[e] = half(b.d) * scale * q;
       }
       return;
@@ -91,7 +93,8 @@ void dequantize_block(DType dtype, const uint8_t *bytes, double *out) {
       for (int e = 0; e < 256; ++e) {
         const int s = e / 32, l = e % 32;
         const int scale = s < 4 ? scales[s] & 63 : (scales[s + 4] & 15) | (scales[s - 4] >> 6) << 4;
-        const int minimum = s < 4 ? scales[s + 4] & 63 : (scales[s + 4] >> 4) | (scales[s] >> 6) << 4;
+        const int minimum =
+            s < 4 ? scales[s + 4] & 63 : (scales[s + 4] >> 4) | (scales[s] >> 6) << 4;
         int q = qs[s / 2 * 32 + l] >> (s % 2 * 4) & 15;
         if (is_five) q |= (qh[l] >> s & 1) << 4;
         out[e] = d * scale * q - dmin * minimum;
@@ -102,7 +105,8 @@ void dequantize_block(DType dtype, const uint8_t *bytes, double *out) {
       const auto b = load<BlockQ6_K>(bytes);
       for (int e = 0; e < 256; ++e) {
         const int h = e / 128, k = e % 128 / 32, l = e % 32;
-        const int low = k < 2 ? b.ql[h * 64 + 32 * k + l] & 15 : b.ql[h * 64 + 32 * (k - 2) + l] >> 4;
+        const int low =
+            k < 2 ? b.ql[h * 64 + 32 * k + l] & 15 : b.ql[h * 64 + 32 * (k - 2) + l] >> 4;
         const int q = (low | (b.qh[h * 32 + l] >> (2 * k) & 3) << 4) - 32;
         out[e] = half(b.d) * b.scales[e / 16] * q;
       }
@@ -112,7 +116,8 @@ void dequantize_block(DType dtype, const uint8_t *bytes, double *out) {
 
 }  // namespace
 
-HostMatrix random_matrix(DType dtype, int64_t rows, int64_t cols, double sigma, uint64_t seed, const std::string &name) {
+HostMatrix random_matrix(DType dtype, int64_t rows, int64_t cols, double sigma, uint64_t seed,
+                         const std::string &name) {
   HostMatrix m;
   const DTypeInfo &info = dtype_info(dtype);
   m.bytes.resize(dtype_bytes(dtype, static_cast<uint64_t>(rows * cols)));
@@ -184,7 +189,8 @@ HostMatrix random_matrix(DType dtype, int64_t rows, int64_t cols, double sigma, 
   return m;
 }
 
-HostMatrix random_vector(int64_t size, double mean, double sigma, uint64_t seed, const std::string &name) {
+HostMatrix random_vector(int64_t size, double mean, double sigma, uint64_t seed,
+                         const std::string &name) {
   HostMatrix m = random_matrix(DType::kF32, 1, size, sigma, seed, name);
   for (int64_t i = 0; i < size; ++i) {
     float value;

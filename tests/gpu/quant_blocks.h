@@ -1,5 +1,5 @@
-// Random valid quant blocks, and what they mean in float64: written from the formats' description (tensor/quant.h) alone, so that it
-// shares nothing with the code under test.
+// Random valid quant blocks, and what they mean in float64: written from the formats' description
+// (tensor/quant.h) alone, so that it shares nothing with the code under test.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     return z ^ (z >> 31);
   }
-  double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }       // [0, 1)
-  double normal() {                                                               // about N(0, 1)
+  double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }  // [0, 1)
+  double normal() {                                                         // about N(0, 1)
     double sum = -6;
     for (int i = 0; i < 12; ++i) sum += uniform();
     return sum;
@@ -37,8 +37,10 @@ struct HostMatrix {
   std::vector<uint8_t> bytes;
   MatrixView view;
 };
-HostMatrix random_matrix(DType dtype, int64_t rows, int64_t cols, double sigma, uint64_t seed, const std::string &name = "w");
-HostMatrix random_vector(int64_t size, double mean, double sigma, uint64_t seed, const std::string &name = "v");
+HostMatrix random_matrix(DType dtype, int64_t rows, int64_t cols, double sigma, uint64_t seed,
+                         const std::string &name = "w");
+HostMatrix random_vector(int64_t size, double mean, double sigma, uint64_t seed,
+                         const std::string &name = "v");
 
 // The values of row `row`.
 std::vector<double> dequantize_row(const MatrixView &matrix, int64_t row);

@@ -1,4 +1,5 @@
-// What the check prints and writes: one line per check or measurement, a table last, JSON where asked for.
+// What the check prints and writes: one line per check or measurement, a table last, JSON where
+// asked for.
 #pragma once
 
 #include <cstdio>
@@ -13,12 +14,14 @@ class Report {
   // One verdict. `detail` says by how much.
   void verdict(const std::string &name, bool is_good, const std::string &detail) {
     ++(is_good ? num_good_ : num_bad_);
-    if (!is_good || is_verbose) std::printf("%s  %-60s %s\n", is_good ? "ok  " : "FAIL", name.c_str(), detail.c_str());
+    if (!is_good || is_verbose)
+      std::printf("%s  %-60s %s\n", is_good ? "ok  " : "FAIL", name.c_str(), detail.c_str());
     if (!is_good) failures_.push_back(name + "  " + detail);
     std::fflush(stdout);
   }
 
-  // One row of measurements: (column, value) with numbers already formatted; strings in JSON, all of them.
+  // One row of measurements: (column, value) with numbers already formatted; strings in JSON, all
+  // of them.
   void row(std::vector<std::pair<std::string, std::string>> cells) {
     for (const auto &cell : cells) std::printf("%s=%s  ", cell.first.c_str(), cell.second.c_str());
     std::printf("\n");
@@ -34,7 +37,8 @@ class Report {
       std::printf("\n");
     }
     std::printf("==== checks: %d good, %d bad\n", num_good_, num_bad_);
-    for (size_t i = 0; i < failures_.size() && i < 40; ++i) std::printf("FAIL  %s\n", failures_[i].c_str());
+    for (size_t i = 0; i < failures_.size() && i < 40; ++i)
+      std::printf("FAIL  %s\n", failures_[i].c_str());
     return num_bad_ == 0 ? 0 : 1;
   }
 
@@ -42,12 +46,14 @@ class Report {
     std::FILE *file = std::fopen(path.c_str(), "w");
     if (file == nullptr) return false;
     std::fprintf(file, "{\"good\": %d, \"bad\": %d,\n \"failures\": [", num_good_, num_bad_);
-    for (size_t i = 0; i < failures_.size(); ++i) std::fprintf(file, "%s\"%s\"", i == 0 ? "" : ", ", failures_[i].c_str());
+    for (size_t i = 0; i < failures_.size(); ++i)
+      std::fprintf(file, "%s\"%s\"", i == 0 ? "" : ", ", failures_[i].c_str());
     std::fprintf(file, "],\n \"rows\": [");
     for (size_t i = 0; i < rows_.size(); ++i) {
       std::fprintf(file, "%s\n  {", i == 0 ? "" : ",");
       for (size_t j = 0; j < rows_[i].size(); ++j) {
-        std::fprintf(file, "%s\"%s\": \"%s\"", j == 0 ? "" : ", ", rows_[i][j].first.c_str(), rows_[i][j].second.c_str());
+        std::fprintf(file, "%s\"%s\": \"%s\"", j == 0 ? "" : ", ", rows_[i][j].first.c_str(),
+                     rows_[i][j].second.c_str());
       }
       std::fprintf(file, "}");
     }

@@ -1,8 +1,8 @@
-#include "small_model.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+
+#include "small_model.h"
 
 namespace xllm::check {
 
@@ -13,7 +13,8 @@ void make_rope(ModelDims *dims, double theta, int max_positions) {
   const auto fill = [&](std::vector<float> *table, int rows, int stride) {
     for (int i = 0; i < rows; ++i) {
       for (int f = 0; f < pairs; ++f) {
-        const double angle = static_cast<double>(i) * stride * std::pow(theta, -2.0 * f / dims->head_dim);
+        const double angle =
+            static_cast<double>(i) * stride * std::pow(theta, -2.0 * f / dims->head_dim);
         table->push_back(static_cast<float>(std::cos(angle)));
         table->push_back(static_cast<float>(std::sin(angle)));
       }
@@ -38,12 +39,17 @@ std::unique_ptr<HostModel> make_model(const ModelConfig &c, uint64_t seed) {
   dims.sliding_window = c.window;
   make_rope(&dims, 10000, 8192);
   dims.rope.is_neighbor = c.is_neighbor;
-  const auto matrix = [&](DType type, int64_t rows, int64_t cols, double gain, const std::string &name) {
-    return model->keep(random_matrix(type, rows, cols, gain / std::sqrt(static_cast<double>(cols)), ++seed, name));
+  const auto matrix = [&](DType type, int64_t rows, int64_t cols, double gain,
+                          const std::string &name) {
+    return model->keep(
+        random_matrix(type, rows, cols, gain / std::sqrt(static_cast<double>(cols)), ++seed, name));
   };
-  const auto vector = [&](int64_t size, double mean, double sigma) { return model->keep(random_vector(size, mean, sigma, ++seed)); };
+  const auto vector = [&](int64_t size, double mean, double sigma) {
+    return model->keep(random_vector(size, mean, sigma, ++seed));
+  };
   ModelTensors &t = model->tensors;
-  t.embedding = matrix(c.embedding, c.vocab, c.hidden, std::sqrt(static_cast<double>(c.hidden)) * 0.5, "token_embd.weight");
+  t.embedding = matrix(c.embedding, c.vocab, c.hidden,
+                       std::sqrt(static_cast<double>(c.hidden)) * 0.5, "token_embd.weight");
   const int64_t q_rows = int64_t{c.heads} * c.head_dim, kv_rows = int64_t{c.kv_heads} * c.head_dim;
   for (int i = 0; i < c.num_layers; ++i) {
     LayerTensors layer;
@@ -73,7 +79,8 @@ std::unique_ptr<HostModel> make_model(const ModelConfig &c, uint64_t seed) {
   return model;
 }
 
-TestEngine::TestEngine(cuda::CudaBackend *device, const HostModel &host, int block_size, int num_blocks, int max_seqs, uint64_t seed)
+TestEngine::TestEngine(cuda::CudaBackend *device, const HostModel &host, int block_size,
+                       int num_blocks, int max_seqs, uint64_t seed)
     : backend(device), model(&host), pool([&] {
         KvLayout layout;
         layout.num_layers = host.dims.num_layers;
@@ -93,10 +100,13 @@ TestEngine::TestEngine(cuda::CudaBackend *device, const HostModel &host, int blo
   free_blocks.resize(static_cast<size_t>(num_blocks));
   std::iota(free_blocks.begin(), free_blocks.end(), 0);
   Random random(seed);
-  for (size_t i = free_blocks.size(); i > 1; --i) std::swap(free_blocks[i - 1], free_blocks[static_cast<size_t>(random.below(static_cast<int>(i)))]);
+  for (size_t i = free_blocks.size(); i > 1; --i)
+    std::swap(free_blocks[i - 1],
+              free_blocks[static_cast<size_t>(random.below(static_cast<int>(i)))]);
 }
 
-ForwardBatch TestEngine::batch(const std::vector<TestSequence *> &sequences, const std::vector<int> &counts) {
+ForwardBatch TestEngine::batch(const std::vector<TestSequence *> &sequences,
+                               const std::vector<int> &counts) {
   ForwardBatch b;
   const int block_size = kv.layout.block_size;
   b.query_start.push_back(0);
@@ -111,7 +121,8 @@ ForwardBatch TestEngine::batch(const std::vector<TestSequence *> &sequences, con
       b.token_ids.push_back(seq.tokens[static_cast<size_t>(p)]);
       b.positions.push_back(p);
       b.seq_index.push_back(static_cast<int32_t>(s));
-      b.kv_indices.push_back(int64_t{seq.blocks[static_cast<size_t>(p / block_size)]} * block_size + p % block_size);
+      b.kv_indices.push_back(int64_t{seq.blocks[static_cast<size_t>(p / block_size)]} * block_size +
+                             p % block_size);
       b.paths.push_back(TokenPath::kInteger);
     }
     b.query_start.push_back(b.num_tokens());
@@ -122,7 +133,8 @@ ForwardBatch TestEngine::batch(const std::vector<TestSequence *> &sequences, con
   }
   b.block_tables.assign(sequences.size() * static_cast<size_t>(b.max_blocks), -1);
   for (size_t s = 0; s < sequences.size(); ++s) {
-    std::copy(sequences[s]->blocks.begin(), sequences[s]->blocks.end(), b.block_tables.begin() + static_cast<long>(s) * b.max_blocks);
+    std::copy(sequences[s]->blocks.begin(), sequences[s]->blocks.end(),
+              b.block_tables.begin() + static_cast<long>(s) * b.max_blocks);
   }
   check_batch(b, model->dims, kv);
   return b;
@@ -141,12 +153,14 @@ void TestEngine::forward(const ForwardBatch &b) {
   });
 }
 
-std::vector<float> TestEngine::step(const std::vector<TestSequence *> &sequences, const std::vector<int> &counts) {
+std::vector<float> TestEngine::step(const std::vector<TestSequence *> &sequences,
+                                    const std::vector<int> &counts) {
   const ForwardBatch b = batch(sequences, counts);
   forward(b);
   const float *logits = backend->host_logits(*workspace);
   for (size_t s = 0; s < sequences.size(); ++s) sequences[s]->num_computed += counts[s];
-  return std::vector<float>(logits, logits + sequences.size() * static_cast<size_t>(model->dims.vocab_size));
+  return std::vector<float>(
+      logits, logits + sequences.size() * static_cast<size_t>(model->dims.vocab_size));
 }
 
 void TestEngine::release(TestSequence *sequence) {

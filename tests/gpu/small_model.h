@@ -1,5 +1,5 @@
-// Synthetic models in host memory, a KV pool with shuffled blocks, and the batches of a few sequences: enough of an engine to drive a
-// Backend through whole steps.
+// Synthetic models in host memory, a KV pool with shuffled blocks, and the batches of a few
+// sequences: enough of an engine to drive a Backend through whole steps.
 #pragma once
 
 #include <deque>
@@ -18,9 +18,10 @@ struct ModelConfig {
   std::string name;
   int num_layers = 2;
   int hidden = 512, inner = 768, heads = 8, kv_heads = 2, head_dim = 64, vocab = 1000;
-  DType q = DType::kQ4_K, v = DType::kQ6_K, o = DType::kQ4_K, gate = DType::kQ4_K, down = DType::kQ6_K, embedding = DType::kQ4_K,
-        head = DType::kQ6_K;
-  bool has_bias = false, has_head_norm = false, is_tied = false, is_neighbor = false, has_o_bias = false;
+  DType q = DType::kQ4_K, v = DType::kQ6_K, o = DType::kQ4_K, gate = DType::kQ4_K,
+        down = DType::kQ6_K, embedding = DType::kQ4_K, head = DType::kQ6_K;
+  bool has_bias = false, has_head_norm = false, is_tied = false, is_neighbor = false,
+       has_o_bias = false;
   int window = 0;
   int block_size = 16;
 };
@@ -49,13 +50,15 @@ struct TestSequence {
 
 class TestEngine {
  public:
-  TestEngine(cuda::CudaBackend *backend, const HostModel &model, int block_size, int num_blocks, int max_seqs, uint64_t seed);
+  TestEngine(cuda::CudaBackend *backend, const HostModel &model, int block_size, int num_blocks,
+             int max_seqs, uint64_t seed);
 
   // A batch of the next `counts[i]` tokens of `sequences[i]`; logits of each sequence's last row.
   ForwardBatch batch(const std::vector<TestSequence *> &sequences, const std::vector<int> &counts);
   void forward(const ForwardBatch &batch);
   // batch + forward; returns the logits, [sequences][vocab].
-  std::vector<float> step(const std::vector<TestSequence *> &sequences, const std::vector<int> &counts);
+  std::vector<float> step(const std::vector<TestSequence *> &sequences,
+                          const std::vector<int> &counts);
   void release(TestSequence *sequence);
 
   cuda::CudaBackend *backend;

@@ -1,9 +1,12 @@
-// Activations as the integer products want them: int8 per token and 32 columns, made the same way wherever a row is finished.
-//   x = d * q, q in -127..127. d is max|x| / 127 with the two low bits of its mantissa cleared, so that d times an integer below 2^22
-//   is one rounding away from exact wherever it is formed; s = d * sum(q) serves the types that add a constant per block.
+// Activations as the integer products want them: int8 per token and 32 columns, made the same way
+// wherever a row is finished.
+//   x = d * q, q in -127..127. d is max|x| / 127 with the two low bits of its mantissa cleared, so
+//   that d times an integer below 2^22 is one rounding away from exact wherever it is formed; s = d
+//   * sum(q) serves the types that add a constant per block.
 // A non-finite x makes d non-finite, so it reaches the logits and is seen there.
-// Layout: groups of 8 tokens (the N of an mma); within one [block][8 tokens][32] codes and [block][8 tokens] {d, s}. Within its 32
-// a column k lies at (k % 16) / 4 * 8 + k / 16 * 4 + k % 4: the eight bytes a lane feeds to an mma are neighbours.
+// Layout: groups of 8 tokens (the N of an mma); within one [block][8 tokens][32] codes and
+// [block][8 tokens] {d, s}. Within its 32 a column k lies at (k % 16) / 4 * 8 + k / 16 * 4 + k % 4:
+// the eight bytes a lane feeds to an mma are neighbours.
 #pragma once
 
 #include "backend/cuda/device_utils.cuh"
@@ -14,18 +17,22 @@ namespace cuda {
 constexpr int kActBlock = 32;
 constexpr int kActGroup = 8;
 
-// Not owned. Blocks from ceil(columns / 32) to num_blocks exist and hold zeros (a matrix's columns are padded to units of 64).
+// Not owned. Blocks from ceil(columns / 32) to num_blocks exist and hold zeros (a matrix's columns
+// are padded to units of 64).
 struct ActView {
   int8_t *codes;   // [groups][num_blocks][8][32]
   float2 *scales;  // [groups][num_blocks][8] d, s
   int num_blocks;
 
   __device__ __forceinline__ int64_t entry(int token, int block) const {
-    return (static_cast<int64_t>(token / kActGroup) * num_blocks + block) * kActGroup + token % kActGroup;
+    return (static_cast<int64_t>(token / kActGroup) * num_blocks + block) * kActGroup +
+           token % kActGroup;
   }
 };
 
-__device__ __forceinline__ int act_position(int k) { return (k & 15) / 4 * 8 + k / 16 * 4 + (k & 3); }
+__device__ __forceinline__ int act_position(int k) {
+  return (k & 15) / 4 * 8 + k / 16 * 4 + (k & 3);
+}
 
 // Quantises one block: lane k of the warp brings x[k] of 32.
 __device__ __forceinline__ void quantize_block(float x, const ActView &act, int token, int block) {

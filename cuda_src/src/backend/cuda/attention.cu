@@ -1,16 +1,16 @@
-// act = Q(softmax(q k^T * scale) v) of every row over its own keys. A row of a prompt is worked on as a decode row is.
-#include "backend/cuda/attention.cuh"
-
+// act = Q(softmax(q k^T * scale) v) of every row over its own keys. A row of a prompt is worked on
+// as a decode row is.
 #include <algorithm>
 
+#include "backend/cuda/attention.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/kv_pages.h"
 #include "backend/cuda/quantize_rows.cuh"
 
 namespace xllm::cuda {
 
-void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer, const KvView &kv,
-                            const ForwardBatch & /*batch*/) {
+void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer,
+                            const KvView &kv, const ForwardBatch & /*batch*/) {
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 3, layer, kv.base)) return;
@@ -31,27 +31,33 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   args.counters = ws.split_counters.data<int>();
   args.act = ws.act_attention.view;
 
-  const bool is_tiled = (dims.head_dim == 64 || dims.head_dim == 128) && kv.layout.block_size % kKeyTile == 0;
+  const bool is_tiled =
+      (dims.head_dim == 64 || dims.head_dim == 128) && kv.layout.block_size % kKeyTile == 0;
   const int head_groups = (args.group_size + 15) / 16;
   const int grid_y = is_tiled ? dims.num_kv_heads * head_groups : dims.num_heads;
   if (!is_tiled) args.out = ws.attention_out.data<float>();
   const bool is_high = args.group_size > 8;
-  const auto kernel = !is_tiled               ? attention_any_kernel
-                      : dims.head_dim == 64 ? (is_high ? attention_kernel<64, true> : attention_kernel<64, false>)
-                                            : (is_high ? attention_kernel<128, true> : attention_kernel<128, false>);
+  const auto kernel = !is_tiled ? attention_any_kernel
+                      : dims.head_dim == 64
+                          ? (is_high ? attention_kernel<64, true> : attention_kernel<64, false>)
+                          : (is_high ? attention_kernel<128, true> : attention_kernel<128, false>);
   // Rows take turns where the partial results of all of them would not fit.
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
-  const int rows_at_once = static_cast<int>(std::min<int64_t>(std::max<int64_t>(ws.split_entries / per_row, 1), 32768));
+  const int rows_at_once =
+      static_cast<int>(std::min<int64_t>(std::max<int64_t>(ws.split_entries / per_row, 1), 32768));
   for (int first = 0; first < ws.num_rows; first += rows_at_once) {
     args.first_row = first;
     const int count = std::min(rows_at_once, ws.num_rows - first);
     launch_kernel(launch(), "attention", kernel,
-                  dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y), static_cast<unsigned>(count)),
+                  dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y),
+                       static_cast<unsigned>(count)),
                   kAttentionThreads, 0, args);
   }
   if (!is_tiled) {
-    launch_kernel(launch(), "quantize_rows", quantize_rows_kernel, dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
-                  static_cast<const float *>(ws.attention_out.data<float>()), dims.num_heads * dims.head_dim, ws.act_attention.view);
+    launch_kernel(launch(), "quantize_rows", quantize_rows_kernel,
+                  dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
+                  static_cast<const float *>(ws.attention_out.data<float>()),
+                  dims.num_heads * dims.head_dim, ws.act_attention.view);
   }
   ws.last_act = &ws.act_attention;
 }

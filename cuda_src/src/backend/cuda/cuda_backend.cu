@@ -1,9 +1,8 @@
-#include "backend/cuda/cuda_backend.h"
-
 #include <algorithm>
 #include <string>
 
 #include "backend/cuda/attention_splits.cuh"
+#include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_check.h"
 #include "backend/cuda/expand_acts.cuh"
 #include "backend/cuda/kv_pages.cuh"
@@ -34,28 +33,33 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "count devices");
   if (options.device_index < 0 || options.device_index >= count) {
-    throw Error(Status::kDevice, "CUDA: device " + std::to_string(options.device_index) + " asked for, found " + std::to_string(count));
+    throw Error(Status::kDevice, "CUDA: device " + std::to_string(options.device_index) +
+                                     " asked for, found " + std::to_string(count));
   }
   const int index = options.device_index;
   check(cudaSetDevice(index), "select the device");
   device_.index = index;
-  device_.compute_capability =
-      10 * attribute(cudaDevAttrComputeCapabilityMajor, index) + attribute(cudaDevAttrComputeCapabilityMinor, index);
+  device_.compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
+                               attribute(cudaDevAttrComputeCapabilityMinor, index);
   device_.num_sms = attribute(cudaDevAttrMultiProcessorCount, index);
   device_.max_shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
   device_.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
   device_.registers_per_sm = attribute(cudaDevAttrMaxRegistersPerMultiprocessor, index);
   cudaFuncAttributes compiled = {};
-  const cudaError_t found = cudaFuncGetAttributes(&compiled, reinterpret_cast<const void *>(rms_norm_kernel<1>));
+  const cudaError_t found =
+      cudaFuncGetAttributes(&compiled, reinterpret_cast<const void *>(rms_norm_kernel<1>));
   if (found != cudaSuccess) {
     (void)cudaGetLastError();
     throw Error(Status::kDevice, "CUDA: this library was not compiled for compute capability " +
                                      std::to_string(device_.compute_capability / 10) + "." +
-                                     std::to_string(device_.compute_capability % 10) + " (" + cudaGetErrorString(found) +
+                                     std::to_string(device_.compute_capability % 10) + " (" +
+                                     cudaGetErrorString(found) +
                                      "); build it with that target in XLLM_CUDA_ARCHITECTURES");
   }
-  // What the code was compiled for decides, not the chip: PTX of an older target lacks the newer instructions.
-  const int code_version = compiled.binaryVersion < compiled.ptxVersion ? compiled.binaryVersion : compiled.ptxVersion;
+  // What the code was compiled for decides, not the chip: PTX of an older target lacks the newer
+  // instructions.
+  const int code_version =
+      compiled.binaryVersion < compiled.ptxVersion ? compiled.binaryVersion : compiled.ptxVersion;
   device_.has_int8_mma = code_version >= 80;
   device_.has_dependent_launch = code_version >= 90 && device_.compute_capability >= 90;
   cudaDeviceProp properties = {};
@@ -76,7 +80,9 @@ CudaBackend::~CudaBackend() {
   (void)cudaStreamDestroy(stream_);
 }
 
-DeviceMemory CudaBackend::memory() const { return {allocator_->total_bytes(), allocator_->free_bytes()}; }
+DeviceMemory CudaBackend::memory() const {
+  return {allocator_->total_bytes(), allocator_->free_bytes()};
+}
 
 void CudaBackend::synchronize() { check(cudaStreamSynchronize(stream_), "finish the queued work"); }
 
@@ -87,37 +93,42 @@ namespace {
 void check_form(WeightForm form) {
   if (form == WeightForm::kRaw) return;
   throw Error(Status::kUnimplemented,
-              "CUDA: the per-slot form (weights dequantised to f32) is not built yet; use decode mode batched, or the CPU backend");
+              "CUDA: the per-slot form (weights dequantised to f32) is not built yet; use decode "
+              "mode batched, or the CPU backend");
 }
 
 constexpr int kMaxHidden = kRowThreads * 16;
 
 void check_limits(const ModelDims &dims) {
   if (dims.hidden_size > kMaxHidden) {
-    throw Error(Status::kUnimplemented, "CUDA: hidden_size up to " + std::to_string(kMaxHidden) + " is supported, found " +
-                                            std::to_string(dims.hidden_size) + "; use the CPU backend");
+    throw Error(Status::kUnimplemented,
+                "CUDA: hidden_size up to " + std::to_string(kMaxHidden) + " is supported, found " +
+                    std::to_string(dims.hidden_size) + "; use the CPU backend");
   }
   if (dims.head_dim > kMaxHeadDim) {
-    throw Error(Status::kUnimplemented, "CUDA: head_dim up to " + std::to_string(kMaxHeadDim) + " is supported, found " +
-                                            std::to_string(dims.head_dim) + "; use the CPU backend");
+    throw Error(Status::kUnimplemented,
+                "CUDA: head_dim up to " + std::to_string(kMaxHeadDim) + " is supported, found " +
+                    std::to_string(dims.head_dim) + "; use the CPU backend");
   }
 }
 
 }  // namespace
 
-BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, int max_step_tokens,
-                              int max_seqs) const {
+BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                              int max_step_tokens, int max_seqs) const {
   check_tensors(dims, tensors);
   check_form(form);
   check_limits(dims);
   BackendPlan plan;
   CudaWeights::plan(dims, tensors, &plan.weight_bytes, &plan.table_bytes);
-  plan.scratch_bytes = CudaWorkspace::plan_bytes(dims, std::max(max_step_tokens, max_seqs), max_seqs);
+  plan.scratch_bytes =
+      CudaWorkspace::plan_bytes(dims, std::max(max_step_tokens, max_seqs), max_seqs);
   return plan;
 }
 
-std::unique_ptr<WeightSet> CudaBackend::load_weights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
-                                                     const std::function<void(uint64_t, uint64_t)> &progress) {
+std::unique_ptr<WeightSet> CudaBackend::load_weights(
+    const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+    const std::function<void(uint64_t, uint64_t)> &progress) {
   check_tensors(dims, tensors);
   check_form(form);
   check_limits(dims);
@@ -132,7 +143,8 @@ std::unique_ptr<Workspace> CudaBackend::make_workspace(const WeightSet &weights,
 
 void CudaBackend::check_kv(const KvView &kv) const {
   if (kv.layout.type != KvType::kF16) {
-    throw Error(Status::kUnimplemented, "CUDA: only the KV type f16 is built yet; use --kv-type f16, or the CPU backend");
+    throw Error(Status::kUnimplemented,
+                "CUDA: only the KV type f16 is built yet; use --kv-type f16, or the CPU backend");
   }
 }
 
@@ -140,7 +152,8 @@ void CudaBackend::copy_blocks(const KvView &kv, Span<const int32_t> src, Span<co
   XLLM_DCHECK(src.size() == dst.size());
   const uint64_t bytes = kv.layout.block_bytes();
   for (size_t i = 0; i < src.size(); ++i) {
-    check(cudaMemcpyAsync(kv.base + static_cast<uint64_t>(dst[i]) * bytes, kv.base + static_cast<uint64_t>(src[i]) * bytes, bytes,
+    check(cudaMemcpyAsync(kv.base + static_cast<uint64_t>(dst[i]) * bytes,
+                          kv.base + static_cast<uint64_t>(src[i]) * bytes, bytes,
                           cudaMemcpyDeviceToDevice, stream_),
           "copy KV blocks");
   }
@@ -158,12 +171,14 @@ void CudaBackend::begin_step(CudaWorkspace &ws, const ForwardBatch &batch, int p
   ws.num_logits = num_logits;
   ws.is_identity = is_padded || batch.num_logits() == batch.num_tokens();
   int splits = 1;
-  for (const int32_t position : batch.positions) splits = std::max(splits, num_splits(position + 1));
+  for (const int32_t position : batch.positions)
+    splits = std::max(splits, num_splits(position + 1));
   ws.max_splits = 1;
   while (ws.max_splits < splits) ws.max_splits *= 2;
 }
 
-void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch, const std::function<void()> &stages) {
+void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch,
+                           const std::function<void()> &stages) {
   CudaWorkspace &ws = as_cuda(ws_base);
   struct InStep {
     bool *flag;
@@ -183,7 +198,8 @@ void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch, const 
   ws.is_recording = false;
   CudaWorkspace::Graph &graph = ws.graphs[{ws.num_rows, ws.max_splits}];
   if (graph.exec == nullptr || graph.signature != ws.signature) {
-    // The first step of a kind runs as it is, so that nothing is loaded or allocated while a graph is captured.
+    // The first step of a kind runs as it is, so that nothing is loaded or allocated while a graph
+    // is captured.
     if (graph.num_uses++ == 0) {
       stages();
       return;
@@ -198,7 +214,8 @@ void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch, const 
   check(cudaGraphLaunch(graph.exec, stream_), "launch the step's graph");
 }
 
-void CudaBackend::capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages) {
+void CudaBackend::capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph,
+                          const std::function<void()> &stages) {
   if (graph->exec != nullptr) {
     (void)cudaGraphExecDestroy(graph->exec);
     graph->exec = nullptr;
@@ -226,7 +243,8 @@ void CudaBackend::capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const 
   }
 }
 
-void CudaBackend::add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias, const ActBuffer &act) {
+void CudaBackend::add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
+                              const ActBuffer &act) {
   Product product = {};
   product.matrix = &matrix;
   product.act = &act.view;
@@ -247,8 +265,9 @@ void CudaBackend::normalize(CudaWorkspace &ws, const float *weight) {
                       : per_thread <= 4 ? rms_norm_kernel<4>
                       : per_thread <= 8 ? rms_norm_kernel<8>
                                         : rms_norm_kernel<16>;
-  launch_kernel(launch(), "rms_norm", kernel, dim3(static_cast<unsigned>(ws.num_rows)), kRowThreads, 0,
-                static_cast<const float *>(ws.x.data<float>()), weight, dims.hidden_size, dims.rms_eps, ws.act_hidden.view);
+  launch_kernel(launch(), "rms_norm", kernel, dim3(static_cast<unsigned>(ws.num_rows)), kRowThreads,
+                0, static_cast<const float *>(ws.x.data<float>()), weight, dims.hidden_size,
+                dims.rms_eps, ws.act_hidden.view);
   ws.last_act = &ws.act_hidden;
 }
 
@@ -257,9 +276,12 @@ void CudaBackend::normalize(CudaWorkspace &ws, const float *weight) {
 const float *CudaBackend::host_logits(Workspace &ws_base) {
   CudaWorkspace &ws = as_cuda(ws_base);
   check(cudaSetDevice(device_.index), "select the device");
-  const uint64_t bytes = static_cast<uint64_t>(ws.num_logits) * static_cast<uint64_t>(ws.weights->dims.vocab_size) * sizeof(float);
+  const uint64_t bytes = static_cast<uint64_t>(ws.num_logits) *
+                         static_cast<uint64_t>(ws.weights->dims.vocab_size) * sizeof(float);
   if (ws.host_logits.size_bytes() < bytes) ws.host_logits = PinnedBuffer(bytes);
-  check(cudaMemcpyAsync(ws.host_logits.data<float>(), ws.logits.data(), bytes, cudaMemcpyDeviceToHost, stream_), "read logits");
+  check(cudaMemcpyAsync(ws.host_logits.data<float>(), ws.logits.data(), bytes,
+                        cudaMemcpyDeviceToHost, stream_),
+        "read logits");
   synchronize();
   return ws.host_logits.data<float>();
 }
@@ -274,12 +296,14 @@ void CudaBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out)
   };
   if (tap == Tap::kLogits) {
     const float *logits = host_logits(ws_base);
-    out->assign(logits, logits + static_cast<size_t>(ws.num_logits) * static_cast<size_t>(dims.vocab_size));
+    out->assign(logits,
+                logits + static_cast<size_t>(ws.num_logits) * static_cast<size_t>(dims.vocab_size));
   } else if (tap == Tap::kResidual) {
     out->resize(rows * static_cast<size_t>(dims.hidden_size));
     copy(ws.x.data(), out->size() * sizeof(float), out->data());
   } else if (tap == Tap::kQuery) {
-    std::vector<__half> half(rows * static_cast<size_t>(dims.num_heads) * static_cast<size_t>(dims.head_dim));
+    std::vector<__half> half(rows * static_cast<size_t>(dims.num_heads) *
+                             static_cast<size_t>(dims.head_dim));
     copy(ws.q.data(), half.size() * sizeof(__half), half.data());
     out->resize(half.size());
     for (size_t i = 0; i < half.size(); ++i) (*out)[i] = __half2float(half[i]);
@@ -287,8 +311,8 @@ void CudaBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out)
     if (ws.last_act == nullptr) return out->clear();
     const auto cols = static_cast<size_t>(ws.last_act->num_cols);
     Buffer expanded(allocator_.get(), rows * cols * sizeof(float));
-    launch_kernel(launch(), "expand_acts", expand_acts_kernel, dim3(static_cast<unsigned>(rows)), 256, 0, ws.last_act->view,
-                  static_cast<int>(cols), expanded.data<float>());
+    launch_kernel(launch(), "expand_acts", expand_acts_kernel, dim3(static_cast<unsigned>(rows)),
+                  256, 0, ws.last_act->view, static_cast<int>(cols), expanded.data<float>());
     out->resize(rows * cols);
     copy(expanded.data(), out->size() * sizeof(float), out->data());
   }

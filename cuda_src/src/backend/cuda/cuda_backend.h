@@ -1,5 +1,6 @@
-// An NVIDIA GPU as a device: raw quantised blocks as tiles times int8 activations. The stages are in the files of their names.
-// One stream; every kernel may start before the one before it has ended (device_utils.cuh); decode steps replay as graphs.
+// An NVIDIA GPU as a device: raw quantised blocks as tiles times int8 activations. The stages are
+// in the files of their names. One stream; every kernel may start before the one before it has
+// ended (device_utils.cuh); decode steps replay as graphs.
 #pragma once
 
 #include <memory>
@@ -21,22 +22,28 @@ class CudaBackend : public Backend {
   DeviceMemory memory() const override;
   Allocator &allocator() override { return *allocator_; }
 
-  BackendPlan plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form, int max_step_tokens,
-                   int max_seqs) const override;
-  std::unique_ptr<WeightSet> load_weights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
-                                          const std::function<void(uint64_t, uint64_t)> &progress) override;
+  BackendPlan plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                   int max_step_tokens, int max_seqs) const override;
+  std::unique_ptr<WeightSet> load_weights(
+      const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+      const std::function<void(uint64_t, uint64_t)> &progress) override;
   std::unique_ptr<Workspace> make_workspace(const WeightSet &weights, int max_seqs) override;
 
   void embed(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
-  void qkv(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv, const ForwardBatch &batch) override;
-  void attention(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv, const ForwardBatch &batch) override;
-  void o_proj(Workspace &ws, const WeightSet &weights, int layer, const ForwardBatch &batch) override;
+  void qkv(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv,
+           const ForwardBatch &batch) override;
+  void attention(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv,
+                 const ForwardBatch &batch) override;
+  void o_proj(Workspace &ws, const WeightSet &weights, int layer,
+              const ForwardBatch &batch) override;
   void ffn(Workspace &ws, const WeightSet &weights, int layer, const ForwardBatch &batch) override;
   void head(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
-  void run_step(Workspace &ws, const ForwardBatch &batch, const std::function<void()> &stages) override;
+  void run_step(Workspace &ws, const ForwardBatch &batch,
+                const std::function<void()> &stages) override;
 
   const float *host_logits(Workspace &ws) override;
-  bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows, Span<int32_t> token_ids) override;
+  bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows,
+              Span<int32_t> token_ids) override;
   void copy_blocks(const KvView &kv, Span<const int32_t> src, Span<const int32_t> dst) override;
   void read_tap(Workspace &ws, Tap tap, std::vector<float> *out) override;
 
@@ -53,7 +60,8 @@ class CudaBackend : public Backend {
   // act_hidden = Q(rms_norm(x) * weight) of every row.
   void normalize(CudaWorkspace &ws, const float *weight);
   // x += product of act with matrix.
-  void add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias, const ActBuffer &act);
+  void add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
+                   const ActBuffer &act);
   void capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages);
   void check_kv(const KvView &kv) const override;
 
@@ -67,9 +75,12 @@ class CudaBackend : public Backend {
 };
 
 inline CudaWorkspace &as_cuda(Workspace &ws) { return static_cast<CudaWorkspace &>(ws); }
-inline const CudaWeights &as_cuda(const WeightSet &weights) { return static_cast<const CudaWeights &>(weights); }
+inline const CudaWeights &as_cuda(const WeightSet &weights) {
+  return static_cast<const CudaWeights &>(weights);
+}
 
-// For a graph's signature: what a stage would have been launched with. Returns true when that is all that is wanted.
+// For a graph's signature: what a stage would have been launched with. Returns true when that is
+// all that is wanted.
 template <typename... Values>
 bool records(CudaWorkspace &ws, Values... values) {
   if (!ws.is_recording) return false;

@@ -1,10 +1,9 @@
-#include "backend/cuda/cuda_entry.h"
-
 #include <cstdio>
 #include <cstring>
 #include <memory>
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/cuda_entry.h"
 #include "build_info.h"
 
 namespace {
@@ -15,11 +14,14 @@ void say(char *message, uint64_t size, const char *text) {
 
 }  // namespace
 
-int xllm_cuda_backend_create(uint32_t abi, const char *build_id, const xllm::BackendOptions *options, xllm::Backend **out, char *message,
-                             uint64_t message_size) {
+int xllm_cuda_backend_create(uint32_t abi, const char *build_id,
+                             const xllm::BackendOptions *options, xllm::Backend **out,
+                             char *message, uint64_t message_size) {
   using xllm::Status;
-  if (abi != xllm::kBackendAbi || build_id == nullptr || std::strcmp(build_id, XLLM_BUILD_ID) != 0) {
-    say(message, message_size, "the CUDA library and the core come from different builds; install both from one");
+  if (abi != xllm::kBackendAbi || build_id == nullptr ||
+      std::strcmp(build_id, XLLM_BUILD_ID) != 0) {
+    say(message, message_size,
+        "the CUDA library and the core come from different builds; install both from one");
     return static_cast<int>(Status::kDevice);
   }
   try {

@@ -1,10 +1,9 @@
-#include "backend/cuda/cuda_weights.h"
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "backend/cuda/cuda_check.h"
+#include "backend/cuda/cuda_weights.h"
 #include "backend/cuda/repack.h"
 #include "base/half.h"
 
@@ -12,15 +11,18 @@ namespace xllm::cuda {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-constexpr uint64_t kStagingBytes = uint64_t{8} << 20;  // enough to hide the start of a copy; two of them
+constexpr uint64_t kStagingBytes = uint64_t{8}
+                                   << 20;  // enough to hide the start of a copy; two of them
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 void check_type(const MatrixView &matrix) {
   if (weight_type_of(matrix.dtype) >= 0) return;
   throw Error(Status::kModelUnsupported,
-              matrix.name + ": the CUDA backend has no kernel for " + dtype_info(matrix.dtype).name +
-                  "; use the CPU backend, or a file of q4_k, q5_k, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, q3_k or iq4_nl",
+              matrix.name + ": the CUDA backend has no kernel for " +
+                  dtype_info(matrix.dtype).name +
+                  "; use the CPU backend, or a file of q4_k, q5_k, q6_k, q8_0, q4_0, q4_1, q5_0, "
+                  "q5_1, q3_k or iq4_nl",
               {{"tensor", matrix.name}});
 }
 
@@ -36,7 +38,8 @@ float plain_element(const MatrixView &vector, int64_t i) {
   return vector.dtype == DType::kF16 ? half_to_float(bits) : bfloat16_to_float(bits);
 }
 
-// Walks the tensors of a model in the order in which they are laid out. Two passes use it: one adds up sizes, one uploads.
+// Walks the tensors of a model in the order in which they are laid out. Two passes use it: one adds
+// up sizes, one uploads.
 class Arena {
  public:
   virtual ~Arena() = default;
@@ -68,7 +71,8 @@ class SizeArena : public Arena {
   uint64_t upload = 0;  // bytes that cross to the device
 };
 
-// Two page-locked buffers and two on the device take turns: while one is rearranged, the next is filled.
+// Two page-locked buffers and two on the device take turns: while one is rearranged, the next is
+// filled.
 class UploadArena : public Arena {
  public:
   UploadArena(uint8_t *base, DeviceAllocator *allocator, cudaStream_t stream, uint64_t upload_bytes,
@@ -88,9 +92,11 @@ class UploadArena : public Arena {
     const int type = weight_type_of(view.dtype);
     uint8_t *to = take(device_bytes(view));
     const uint64_t row_bytes = view.row_bytes();
-    const int64_t step = std::max<int64_t>(static_cast<int64_t>(kStagingBytes / row_bytes) / 16 * 16, 16);
+    const int64_t step =
+        std::max<int64_t>(static_cast<int64_t>(kStagingBytes / row_bytes) / 16 * 16, 16);
     if (row_bytes * 16 > kStagingBytes) {
-      throw Error(Status::kModelUnsupported, view.name + ": a row of " + std::to_string(row_bytes) + " bytes is too long to upload");
+      throw Error(Status::kModelUnsupported, view.name + ": a row of " + std::to_string(row_bytes) +
+                                                 " bytes is too long to upload");
     }
     for (int64_t row = 0; row < view.rows; row += step) {
       const int64_t count = std::min(step, view.rows - row);
@@ -135,8 +141,8 @@ class UploadArena : public Arena {
     next_ ^= 1;
     check(cudaEventSynchronize(lane.is_free), "upload weights");
     std::memcpy(lane.host.data<uint8_t>(), from, bytes);
-    check(cudaMemcpyAsync(to != nullptr ? to : lane.device.data<uint8_t>(), lane.host.data<uint8_t>(), bytes, cudaMemcpyHostToDevice,
-                          stream_),
+    check(cudaMemcpyAsync(to != nullptr ? to : lane.device.data<uint8_t>(),
+                          lane.host.data<uint8_t>(), bytes, cudaMemcpyHostToDevice, stream_),
           "upload weights");
     if (to != nullptr) release(&lane);
     done_ += bytes;
@@ -157,21 +163,25 @@ class UploadArena : public Arena {
 // Everything but the RoPE tables.
 void walk(const ModelDims &dims, const ModelTensors &tensors, Arena *arena, CudaWeights *out) {
   const DeviceMatrix embedding = arena->matrix(tensors.embedding);
-  const DeviceMatrix head = tensors.head.data == tensors.embedding.data ? embedding : arena->matrix(tensors.head);
+  const DeviceMatrix head =
+      tensors.head.data == tensors.embedding.data ? embedding : arena->matrix(tensors.head);
   if (out != nullptr) {
     out->embedding = embedding;
-    // The embedding may have more rows than the head: tiles past the head's rows are never asked for.
+    // The embedding may have more rows than the head: tiles past the head's rows are never asked
+    // for.
     out->head.parts = {head};
     out->head.parts[0].rows = dims.vocab_size;
   }
   for (const LayerTensors &layer : tensors.layers) {
     CudaLayer made;
     made.attn_norm = arena->vector_of(layer.attn_norm);
-    for (const MatrixView *part : {&layer.q, &layer.k, &layer.v}) made.qkv.parts.push_back(arena->matrix(*part));
+    for (const MatrixView *part : {&layer.q, &layer.k, &layer.v})
+      made.qkv.parts.push_back(arena->matrix(*part));
     if (layer.q_bias || layer.k_bias || layer.v_bias) {
       std::vector<float> bias;
-      const std::pair<const MatrixView *, int64_t> parts[] = {
-          {&layer.q_bias, layer.q.rows}, {&layer.k_bias, layer.k.rows}, {&layer.v_bias, layer.v.rows}};
+      const std::pair<const MatrixView *, int64_t> parts[] = {{&layer.q_bias, layer.q.rows},
+                                                              {&layer.k_bias, layer.k.rows},
+                                                              {&layer.v_bias, layer.v.rows}};
       for (const auto &[view, rows] : parts) {
         for (int64_t i = 0; i < rows; ++i) bias.push_back(*view ? plain_element(*view, i) : 0.0f);
       }
@@ -182,7 +192,8 @@ void walk(const ModelDims &dims, const ModelTensors &tensors, Arena *arena, Cuda
     made.o.parts.push_back(arena->matrix(layer.o));
     made.o_bias = arena->vector_of(layer.o_bias);
     made.ffn_norm = arena->vector_of(layer.ffn_norm);
-    for (const MatrixView *part : {&layer.gate, &layer.up}) made.gate_up.parts.push_back(arena->matrix(*part));
+    for (const MatrixView *part : {&layer.gate, &layer.up})
+      made.gate_up.parts.push_back(arena->matrix(*part));
     made.down.parts.push_back(arena->matrix(layer.down));
     if (out != nullptr) out->layers.push_back(std::move(made));
   }
@@ -191,19 +202,22 @@ void walk(const ModelDims &dims, const ModelTensors &tensors, Arena *arena, Cuda
 }
 
 uint64_t table_size(const ModelDims &dims) {
-  return aligned(dims.rope.coarse.size() * sizeof(float)) + aligned(dims.rope.fine.size() * sizeof(float));
+  return aligned(dims.rope.coarse.size() * sizeof(float)) +
+         aligned(dims.rope.fine.size() * sizeof(float));
 }
 
 }  // namespace
 
-void CudaWeights::plan(const ModelDims &dims, const ModelTensors &tensors, uint64_t *weight_bytes, uint64_t *table_bytes) {
+void CudaWeights::plan(const ModelDims &dims, const ModelTensors &tensors, uint64_t *weight_bytes,
+                       uint64_t *table_bytes) {
   SizeArena size;
   walk(dims, tensors, &size, nullptr);
   *weight_bytes = size.total;
   *table_bytes = table_size(dims);
 }
 
-CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, DeviceAllocator *allocator, cudaStream_t stream,
+CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors,
+                         DeviceAllocator *allocator, cudaStream_t stream,
                          const std::function<void(uint64_t, uint64_t)> &progress)
     : dims(model) {
   SizeArena size;
@@ -213,7 +227,8 @@ CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, De
   UploadArena upload(arena_.data<uint8_t>(), allocator, stream, size.upload + tables, progress);
   walk(dims, tensors, &upload, this);
   if (!dims.rope.coarse.empty()) {
-    rope_coarse = static_cast<Arena &>(upload).vector(dims.rope.coarse.data(), dims.rope.coarse.size());
+    rope_coarse =
+        static_cast<Arena &>(upload).vector(dims.rope.coarse.data(), dims.rope.coarse.size());
     rope_fine = static_cast<Arena &>(upload).vector(dims.rope.fine.data(), dims.rope.fine.size());
   }
   check(cudaStreamSynchronize(stream), "upload weights");

@@ -1,5 +1,5 @@
-// The raw set of weights on the device: one allocation that holds every matrix as tiles (planes.cuh), every norm and bias as f32, and
-// the RoPE tables.
+// The raw set of weights on the device: one allocation that holds every matrix as tiles
+// (planes.cuh), every norm and bias as f32, and the RoPE tables.
 #pragma once
 
 #include <functional>
@@ -25,15 +25,18 @@ struct CudaLayer {
 
 class CudaWeights : public WeightSet {
  public:
-  // Uploads on `stream` and waits for it. Throws Error(kMemory) before anything is copied when it does not fit.
-  CudaWeights(const ModelDims &dims, const ModelTensors &tensors, DeviceAllocator *allocator, cudaStream_t stream,
-              const std::function<void(uint64_t, uint64_t)> &progress);
+  // Uploads on `stream` and waits for it. Throws Error(kMemory) before anything is copied when it
+  // does not fit.
+  CudaWeights(const ModelDims &dims, const ModelTensors &tensors, DeviceAllocator *allocator,
+              cudaStream_t stream, const std::function<void(uint64_t, uint64_t)> &progress);
 
   WeightForm form() const override { return WeightForm::kRaw; }
   uint64_t size_bytes() const override { return arena_.size_bytes(); }
 
-  // Bytes that the constructor allocates, in two parts. Throws Error(kModelUnsupported) for a type without kernels.
-  static void plan(const ModelDims &dims, const ModelTensors &tensors, uint64_t *weight_bytes, uint64_t *table_bytes);
+  // Bytes that the constructor allocates, in two parts. Throws Error(kModelUnsupported) for a type
+  // without kernels.
+  static void plan(const ModelDims &dims, const ModelTensors &tensors, uint64_t *weight_bytes,
+                   uint64_t *table_bytes);
 
   ModelDims dims;  // without the host copy of the RoPE tables
   DeviceMatrix embedding;

@@ -1,15 +1,15 @@
-#include "backend/cuda/cuda_workspace.h"
-
 #include <algorithm>
 #include <cstring>
 
 #include "backend/cuda/attention_splits.cuh"
 #include "backend/cuda/cuda_check.h"
+#include "backend/cuda/cuda_workspace.h"
 
 namespace xllm::cuda {
 namespace {
 
-// Rows of activations come in whole passes of the widest matrix kernel, so that it may read past the last token.
+// Rows of activations come in whole passes of the widest matrix kernel, so that it may read past
+// the last token.
 constexpr int kRowGranule = 64;
 // Enough for 32 rows of 32 heads at the longest context; more rows take turns.
 constexpr int64_t kMinSplitEntries = 65536;
@@ -17,8 +17,12 @@ constexpr int64_t kMinSplitEntries = 65536;
 int64_t padded(int64_t rows) { return (rows + kRowGranule - 1) / kRowGranule * kRowGranule; }
 uint64_t bytes_of(int64_t count, uint64_t size) { return static_cast<uint64_t>(count) * size; }
 int64_t q_cols(const ModelDims &dims) { return int64_t{dims.num_heads} * dims.head_dim; }
-int64_t qkv_cols(const ModelDims &dims) { return (int64_t{dims.num_heads} + 2 * dims.num_kv_heads) * dims.head_dim; }
-int64_t wanted_split_entries(const ModelDims &dims) { return std::max<int64_t>(kMinSplitEntries, int64_t{dims.num_heads} * kMaxSplits); }
+int64_t qkv_cols(const ModelDims &dims) {
+  return (int64_t{dims.num_heads} + 2 * dims.num_kv_heads) * dims.head_dim;
+}
+int64_t wanted_split_entries(const ModelDims &dims) {
+  return std::max<int64_t>(kMinSplitEntries, int64_t{dims.num_heads} * kMaxSplits);
+}
 
 // Of the products whose slices are spread over CTAs (matmul.h).
 uint64_t partial_bytes(const ModelDims &dims, int64_t rows) {
@@ -27,9 +31,10 @@ uint64_t partial_bytes(const ModelDims &dims, int64_t rows) {
     matrix.parts.push_back({nullptr, 0, out, in});
     return partial_floats(matrix, rows);
   };
-  const uint64_t most = std::max({floats(qkv_cols(dims), dims.hidden_size), floats(dims.hidden_size, q_cols(dims)),
-                                  floats(dims.hidden_size, dims.intermediate_size), floats(dims.vocab_size, dims.hidden_size),
-                                  floats(2 * int64_t{dims.intermediate_size}, dims.hidden_size)});
+  const uint64_t most = std::max(
+      {floats(qkv_cols(dims), dims.hidden_size), floats(dims.hidden_size, q_cols(dims)),
+       floats(dims.hidden_size, dims.intermediate_size), floats(dims.vocab_size, dims.hidden_size),
+       floats(2 * int64_t{dims.intermediate_size}, dims.hidden_size)});
   return most * sizeof(float);
 }
 
@@ -37,9 +42,11 @@ constexpr int64_t kBatchRowBytes = 8 + 5 * 4;
 
 }  // namespace
 
-void ActBuffer::allocate(Allocator *allocator, int64_t cols, int64_t num_rows, cudaStream_t stream) {
+void ActBuffer::allocate(Allocator *allocator, int64_t cols, int64_t num_rows,
+                         cudaStream_t stream) {
   const int blocks = padded_blocks(cols);
-  const uint64_t entries = static_cast<uint64_t>((num_rows + kActGroup - 1) / kActGroup * kActGroup * blocks);
+  const uint64_t entries =
+      static_cast<uint64_t>((num_rows + kActGroup - 1) / kActGroup * kActGroup * blocks);
   codes = Buffer();
   scales = Buffer();
   codes = Buffer(allocator, entries * kActBlock);
@@ -50,17 +57,21 @@ void ActBuffer::allocate(Allocator *allocator, int64_t cols, int64_t num_rows, c
   num_cols = static_cast<int>(cols);
 }
 
-CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cudaStream_t on, int seqs)
+CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cudaStream_t on,
+                             int seqs)
     : weights(&set), allocator(memory), stream(on), max_seqs(seqs) {
   const ModelDims &dims = set.dims;
   split_entries = wanted_split_entries(dims);
-  split_out = Buffer(allocator, bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
+  split_out = Buffer(allocator,
+                     bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
   split_stats = Buffer(allocator, bytes_of(split_entries, sizeof(float2)));
   split_counters = Buffer(allocator, bytes_of(split_entries, sizeof(int)));
-  check(cudaMemsetAsync(split_counters.data(), 0, split_counters.size_bytes(), stream), "clear counters");
+  check(cudaMemsetAsync(split_counters.data(), 0, split_counters.size_bytes(), stream),
+        "clear counters");
   sampled = Buffer(allocator, bytes_of(seqs, sizeof(int32_t)));
   check(cudaMemsetAsync(sampled.data(), 0, sampled.size_bytes(), stream), "clear ids");
-  for (Staging &staging : staging_) check(cudaEventCreateWithFlags(&staging.is_free, cudaEventDisableTiming), "create an event");
+  for (Staging &staging : staging_)
+    check(cudaEventCreateWithFlags(&staging.is_free, cudaEventDisableTiming), "create an event");
 }
 
 CudaWorkspace::~CudaWorkspace() {
@@ -80,9 +91,28 @@ void CudaWorkspace::drop_graphs() {
 
 uint64_t CudaWorkspace::size_bytes() const {
   uint64_t total = 0;
-  for (const Buffer *buffer : {&x, &qkv, &q, &gate_up, &attention_out, &partials, &logits, &act_hidden.codes, &act_hidden.scales,
-                               &act_attention.codes, &act_attention.scales, &act_ffn.codes, &act_ffn.scales, &act_head.codes,
-                               &act_head.scales, &split_out, &split_stats, &split_counters, &batch_memory, &sampled, &argmax, &chosen}) {
+  for (const Buffer *buffer : {&x,
+                               &qkv,
+                               &q,
+                               &gate_up,
+                               &attention_out,
+                               &partials,
+                               &logits,
+                               &act_hidden.codes,
+                               &act_hidden.scales,
+                               &act_attention.codes,
+                               &act_attention.scales,
+                               &act_ffn.codes,
+                               &act_ffn.scales,
+                               &act_head.codes,
+                               &act_head.scales,
+                               &split_out,
+                               &split_stats,
+                               &split_counters,
+                               &batch_memory,
+                               &sampled,
+                               &argmax,
+                               &chosen}) {
     total += buffer->size_bytes();
   }
   return total;
@@ -91,12 +121,14 @@ uint64_t CudaWorkspace::size_bytes() const {
 uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, int num_rows, int max_seqs) {
   const int64_t rows = padded(std::max(num_rows, 1)), logits = padded(std::max(max_seqs, 1));
   uint64_t total = 0;
-  total += bytes_of(rows, 4) * static_cast<uint64_t>(dims.hidden_size + qkv_cols(dims) + q_cols(dims));
+  total +=
+      bytes_of(rows, 4) * static_cast<uint64_t>(dims.hidden_size + qkv_cols(dims) + q_cols(dims));
   total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
   total += partial_bytes(dims, rows);
   total += bytes_of(logits, 4) * static_cast<uint64_t>(dims.vocab_size);
   total += ActBuffer::bytes(dims.hidden_size, rows) + ActBuffer::bytes(q_cols(dims), rows) +
-           ActBuffer::bytes(dims.intermediate_size, rows) + ActBuffer::bytes(dims.hidden_size, logits);
+           ActBuffer::bytes(dims.intermediate_size, rows) +
+           ActBuffer::bytes(dims.hidden_size, logits);
   total += bytes_of(wanted_split_entries(dims), static_cast<uint64_t>(dims.head_dim) * 4 + 8 + 4);
   total += bytes_of(rows, kBatchRowBytes) + bytes_of(logits, 64 * 8 + 8);
   return total;
@@ -110,7 +142,8 @@ void CudaWorkspace::grow(Buffer *buffer, uint64_t bytes) {
 
 void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries) {
   const ModelDims &dims = weights->dims;
-  const bool grows = rows > row_capacity_ || logit_rows > logit_capacity_ || num_table_entries > table_capacity_;
+  const bool grows =
+      rows > row_capacity_ || logit_rows > logit_capacity_ || num_table_entries > table_capacity_;
   if (!grows) return;
   check(cudaStreamSynchronize(stream), "finish a step");
   drop_graphs();
@@ -156,7 +189,8 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
 }
 
 float *CudaWorkspace::unfused_gate_up() {
-  const uint64_t bytes = bytes_of(row_capacity_, 8) * static_cast<uint64_t>(weights->dims.intermediate_size);
+  const uint64_t bytes =
+      bytes_of(row_capacity_, 8) * static_cast<uint64_t>(weights->dims.intermediate_size);
   if (gate_up.size_bytes() < bytes) {
     check(cudaStreamSynchronize(stream), "finish a step");
     for (auto &entry : graphs) entry.second.signature.clear();
@@ -173,8 +207,8 @@ void CudaWorkspace::upload(const ForwardBatch &from, int padded_rows) {
   const auto num_tokens = static_cast<size_t>(from.num_tokens());
   auto *kv_indices = staging.memory.data<int64_t>();
   auto *token_ids = reinterpret_cast<int32_t *>(kv_indices + n);
-  int32_t *positions = token_ids + n, *row_tables = positions + n, *sampler_rows = row_tables + n, *logit_rows = sampler_rows + n,
-          *tables = logit_rows + n;
+  int32_t *positions = token_ids + n, *row_tables = positions + n, *sampler_rows = row_tables + n,
+          *logit_rows = sampler_rows + n, *tables = logit_rows + n;
   for (size_t i = 0; i < static_cast<size_t>(padded_rows); ++i) {
     const bool is_real = i < num_tokens;
     const int32_t seq = is_real ? from.seq_index[i] : 0;
@@ -184,10 +218,15 @@ void CudaWorkspace::upload(const ForwardBatch &from, int padded_rows) {
     row_tables[i] = is_real ? seq * from.max_blocks : 0;
     sampler_rows[i] = is_real ? from.sampler_row[static_cast<size_t>(seq)] : 0;
   }
-  if (!from.logit_rows.empty()) std::memcpy(logit_rows, from.logit_rows.data(), from.logit_rows.size() * sizeof(int32_t));
+  if (!from.logit_rows.empty())
+    std::memcpy(logit_rows, from.logit_rows.data(), from.logit_rows.size() * sizeof(int32_t));
   std::memcpy(tables, from.block_tables.data(), from.block_tables.size() * sizeof(int32_t));
-  const auto bytes = static_cast<size_t>(reinterpret_cast<uint8_t *>(tables + from.block_tables.size()) - staging.memory.data<uint8_t>());
-  check(cudaMemcpyAsync(batch_memory.data(), staging.memory.data<uint8_t>(), bytes, cudaMemcpyHostToDevice, stream), "copy the batch");
+  const auto bytes =
+      static_cast<size_t>(reinterpret_cast<uint8_t *>(tables + from.block_tables.size()) -
+                          staging.memory.data<uint8_t>());
+  check(cudaMemcpyAsync(batch_memory.data(), staging.memory.data<uint8_t>(), bytes,
+                        cudaMemcpyHostToDevice, stream),
+        "copy the batch");
   check(cudaEventRecord(staging.is_free, stream), "copy the batch");
 }
 

@@ -1,4 +1,5 @@
-// What a step needs on the device: the batch, residual, activations, logits, and the graphs that replay it.
+// What a step needs on the device: the batch, residual, activations, logits, and the graphs that
+// replay it.
 #pragma once
 
 #include <map>
@@ -11,7 +12,8 @@
 
 namespace xllm::cuda {
 
-// An activation buffer that owns its memory; blocks of padding hold zeros from the start and are never written.
+// An activation buffer that owns its memory; blocks of padding hold zeros from the start and are
+// never written.
 struct ActBuffer {
   Buffer codes, scales;
   ActView view = {};
@@ -19,17 +21,20 @@ struct ActBuffer {
 
   static int padded_blocks(int64_t num_cols) { return static_cast<int>((num_cols + 63) / 64 * 2); }
   static uint64_t bytes(int64_t num_cols, int64_t num_rows) {
-    return static_cast<uint64_t>((num_rows + kActGroup - 1) / kActGroup * kActGroup * padded_blocks(num_cols)) * (kActBlock + sizeof(float2));
+    return static_cast<uint64_t>((num_rows + kActGroup - 1) / kActGroup * kActGroup *
+                                 padded_blocks(num_cols)) *
+           (kActBlock + sizeof(float2));
   }
   void allocate(Allocator *allocator, int64_t cols, int64_t num_rows, cudaStream_t stream);
 };
 
-// The batch as the kernels read it: one staging copy per step, fixed addresses. Arrays of row_capacity entries, then the tables.
+// The batch as the kernels read it: one staging copy per step, fixed addresses. Arrays of
+// row_capacity entries, then the tables.
 struct DeviceBatch {
-  int64_t *kv_indices = nullptr;   // < 0: not written
+  int64_t *kv_indices = nullptr;  // < 0: not written
   int32_t *token_ids = nullptr;
-  int32_t *positions = nullptr;    // < 0: the row is padding of a graph's bucket
-  int32_t *row_tables = nullptr;   // where the row's block table begins in `tables`
+  int32_t *positions = nullptr;   // < 0: the row is padding of a graph's bucket
+  int32_t *row_tables = nullptr;  // where the row's block table begins in `tables`
   int32_t *sampler_rows = nullptr;
   int32_t *logit_rows = nullptr;
   int32_t *tables = nullptr;
@@ -37,14 +42,16 @@ struct DeviceBatch {
 
 class CudaWorkspace : public Workspace {
  public:
-  CudaWorkspace(const CudaWeights &weights, DeviceAllocator *allocator, cudaStream_t stream, int max_seqs);
+  CudaWorkspace(const CudaWeights &weights, DeviceAllocator *allocator, cudaStream_t stream,
+                int max_seqs);
   ~CudaWorkspace() override;
 
   uint64_t size_bytes() const override;
   // Bytes for steps of `num_rows` rows and as many logits as sequences.
   static uint64_t plan_bytes(const ModelDims &dims, int num_rows, int max_seqs);
 
-  // Makes room for a step and forgets the graphs if anything moved. Waits for the device when it has to grow.
+  // Makes room for a step and forgets the graphs if anything moved. Waits for the device when it
+  // has to grow.
   void reserve(int num_rows, int num_logits, int64_t num_table_entries);
   // Copies the batch to the device; rows from num_tokens to padded_rows are padding.
   void upload(const ForwardBatch &batch, int padded_rows);
@@ -66,17 +73,18 @@ class CudaWorkspace : public Workspace {
   int max_seqs;
 
   // Of the step in progress.
-  int num_rows = 0;      // rows that kernels work on: num_tokens, or the bucket of a graph
+  int num_rows = 0;  // rows that kernels work on: num_tokens, or the bucket of a graph
   int num_logits = 0;
-  bool is_identity = false;  // logit_rows = 0, 1, 2, ...
-  int max_splits = 1;    // of attention, over the rows
+  bool is_identity = false;   // logit_rows = 0, 1, 2, ...
+  int max_splits = 1;         // of attention, over the rows
   bool is_recording = false;  // stages only append to `signature`
   std::vector<uint64_t> signature;
 
-  Buffer x;              // [rows, hidden] f32
-  Buffer qkv;            // [rows, q + 2 kv] f32
-  Buffer q;              // [rows, q] f16
-  Buffer gate_up;        // [rows, 2 * intermediate] f32; only for matrices that the fused kernel does not take
+  Buffer x;        // [rows, hidden] f32
+  Buffer qkv;      // [rows, q + 2 kv] f32
+  Buffer q;        // [rows, q] f16
+  Buffer gate_up;  // [rows, 2 * intermediate] f32; only for matrices that the fused kernel does not
+                   // take
   Buffer attention_out;  // [rows, q] f32; only for head sizes that the fused kernel does not take
   Buffer partials;       // f32, matmul.h
   Buffer logits;         // [logits, vocab] f32
@@ -85,9 +93,9 @@ class CudaWorkspace : public Workspace {
   int64_t split_entries = 0;
   Buffer batch_memory;
   DeviceBatch batch;
-  Buffer sampled;        // [max_seqs] the id chosen last for a sampler row
-  Buffer argmax;         // partial results, sample.cu
-  Buffer chosen;         // [max_seqs] ids of this step's logits
+  Buffer sampled;  // [max_seqs] the id chosen last for a sampler row
+  Buffer argmax;   // partial results, sample.cu
+  Buffer chosen;   // [max_seqs] ids of this step's logits
   PinnedBuffer host_logits, host_chosen;
   const ActBuffer *last_act = nullptr;
 

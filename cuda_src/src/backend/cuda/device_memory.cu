@@ -1,13 +1,13 @@
-#include "backend/cuda/device_memory.h"
-
 #include <algorithm>
 #include <string>
 
 #include "backend/cuda/cuda_check.h"
+#include "backend/cuda/device_memory.h"
 
 namespace xllm::cuda {
 
-DeviceAllocator::DeviceAllocator(int device_index, uint64_t memory_limit) : device_index_(device_index) {
+DeviceAllocator::DeviceAllocator(int device_index, uint64_t memory_limit)
+    : device_index_(device_index) {
   check(cudaSetDevice(device_index), "select the device");
   size_t free_now = 0, total = 0;
   check(cudaMemGetInfo(&free_now, &total), "ask for the device's memory");
@@ -30,10 +30,13 @@ void *DeviceAllocator::allocate(uint64_t size_bytes) {
   if (size_bytes <= free_now) result = cudaMalloc(&memory, std::max<uint64_t>(size_bytes, 1));
   if (result == cudaErrorMemoryAllocation) {
     (void)cudaGetLastError();
-    throw Error(Status::kMemory,
-                "CUDA: " + std::to_string(size_bytes) + " bytes of device memory needed, " + std::to_string(free_now) +
-                    " free; use a smaller KV pool, fewer slots or a smaller model file, or raise the memory limit",
-                {{"bytes_needed", std::to_string(size_bytes)}, {"bytes_free", std::to_string(free_now)}});
+    throw Error(
+        Status::kMemory,
+        "CUDA: " + std::to_string(size_bytes) + " bytes of device memory needed, " +
+            std::to_string(free_now) +
+            " free; use a smaller KV pool, fewer slots or a smaller model file, or raise the "
+            "memory limit",
+        {{"bytes_needed", std::to_string(size_bytes)}, {"bytes_free", std::to_string(free_now)}});
   }
   check(result, "allocate device memory");
   used_ += size_bytes;
@@ -44,7 +47,8 @@ void DeviceAllocator::free(void *memory, uint64_t size_bytes) noexcept {
   if (memory == nullptr) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   (void)cudaSetDevice(device_index_);
-  (void)cudaFree(memory);  // note: fails only after a device fault, which the next call on the stream reports
+  (void)cudaFree(
+      memory);  // note: fails only after a device fault, which the next call on the stream reports
   used_ -= size_bytes;
 }
 
@@ -52,7 +56,9 @@ PinnedBuffer::PinnedBuffer(uint64_t size_bytes) : size_bytes_(size_bytes) {
   const cudaError_t result = cudaMallocHost(&data_, std::max<uint64_t>(size_bytes, 1));
   if (result == cudaErrorMemoryAllocation) {
     (void)cudaGetLastError();
-    throw Error(Status::kMemory, "CUDA: " + std::to_string(size_bytes) + " bytes of page-locked host memory needed and not granted",
+    throw Error(Status::kMemory,
+                "CUDA: " + std::to_string(size_bytes) +
+                    " bytes of page-locked host memory needed and not granted",
                 {{"bytes_needed", std::to_string(size_bytes)}});
   }
   check(result, "allocate page-locked memory");

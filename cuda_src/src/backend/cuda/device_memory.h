@@ -1,4 +1,5 @@
-// Device memory of one engine: counted, limited, every failure with the bytes that were needed and free.
+// Device memory of one engine: counted, limited, every failure with the bytes that were needed and
+// free.
 #pragma once
 
 #include <atomic>
@@ -29,7 +30,8 @@ class DeviceAllocator : public Allocator {
   std::atomic<uint64_t> used_{0};
 };
 
-// Page-locked host memory, which the device copies from and to without waiting for the host. Movable, not copyable.
+// Page-locked host memory, which the device copies from and to without waiting for the host.
+// Movable, not copyable.
 class PinnedBuffer {
  public:
   PinnedBuffer() = default;

@@ -1,5 +1,5 @@
-// PTX in plain words, and the few reductions and functions whose order of operations defines the numbers.
-// Device code only; no host header, so that NVRTC can compile it.
+// PTX in plain words, and the few reductions and functions whose order of operations defines the
+// numbers. Device code only; no host header, so that NVRTC can compile it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -26,16 +26,18 @@ constexpr int kWarp = 32;
 
 // ---- launch dependencies (programmatic dependent launch; nothing below sm_90) ----
 
-// Returns when every kernel launched before this one has finished and its writes are visible. Before it, a kernel may read weights
-// and other constants only. note: every CTA of every kernel calls it, or the order would not carry over to the next kernel but one.
+// Returns when every kernel launched before this one has finished and its writes are visible.
+// Before it, a kernel may read weights and other constants only. note: every CTA of every kernel
+// calls it, or the order would not carry over to the next kernel but one.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel start as soon as all CTAs of this one have called it (or ended) and there is room. Kernels that stream no weights
-// call it first thing: then the product after them has its first weights in shared memory by the time they are done.
+// Lets the next kernel start as soon as all CTAs of this one have called it (or ended) and there is
+// room. Kernels that stream no weights call it first thing: then the product after them has its
+// first weights in shared memory by the time they are done.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -44,11 +46,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // ---- memory ----
 
-// 16 bytes to shared memory, past L1, without a register; a plain copy below sm_80. Both pointers aligned to 16.
+// 16 bytes to shared memory, past L1, without a register; a plain copy below sm_80. Both pointers
+// aligned to 16.
 __device__ __forceinline__ void copy_async_16(void *shared, const void *global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(global)
+               : "memory");
 #else
   *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
 #endif
@@ -79,12 +83,15 @@ __device__ __forceinline__ uint4 load_once_16(const void *global) {
 
 // ---- tensor cores ----
 
-// d += a * b, int8 [16, 32] x [32, 8]. Lane 4g + t holds a: rows g, g + 8 at k = 4t.. and k = 16 + 4t.. (order: (g, lo), (g + 8, lo),
-// (g, hi), (g + 8, hi)); b: column g at k = 4t.. and 16 + 4t..; d: rows g, g, g + 8, g + 8 at columns 2t, 2t + 1. sm_80 and up.
-__device__ __forceinline__ void mma_s8_k32(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// d += a * b, int8 [16, 32] x [32, 8]. Lane 4g + t holds a: rows g, g + 8 at k = 4t.. and k = 16 +
+// 4t.. (order: (g, lo), (g + 8, lo), (g, hi), (g + 8, hi)); b: column g at k = 4t.. and 16 + 4t..;
+// d: rows g, g, g + 8, g + 8 at columns 2t, 2t + 1. sm_80 and up.
+__device__ __forceinline__ void mma_s8_k32(int (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
@@ -93,18 +100,23 @@ __device__ __forceinline__ void mma_s8_k32(int (&d)[4], const uint32_t (&a)[4], 
 // The same over 16 of the k: a holds (g, 4t..), (g + 8, 4t..), b column g at 4t...
 __device__ __forceinline__ void mma_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-               : "r"(a0), "r"(a1), "r"(b0));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
+      "%2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
 #endif
 }
 
-// d += a * b, f16 [16, 16] x [16, 8] into f32. Lane 4g + t holds a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..);
-// b: column g at k = 2t.., 2t + 8..; d as above. Below sm_80 the warp computes the same product with shuffles: slow, and right.
-__device__ __forceinline__ void mma_f16_k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// d += a * b, f16 [16, 16] x [16, 8] into f32. Lane 4g + t holds a: (g, 2t..), (g + 8, 2t..), (g,
+// 2t + 8..), (g + 8, 2t + 8..); b: column g at k = 2t.., 2t + 8..; d as above. Below sm_80 the warp
+// computes the same product with shuffles: slow, and right.
+__device__ __forceinline__ void mma_f16_k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
@@ -142,7 +154,8 @@ __device__ __forceinline__ int dot4(uint32_t a, uint32_t b, int acc) {
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  for (int offset = 16; offset > 0; offset >>= 1)
+    v = __fadd_rn(v, __shfl_xor_sync(0xffffffffu, v, offset));
   return v;
 }
 
@@ -154,11 +167,13 @@ __device__ __forceinline__ int warp_sum(int v) {
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1) v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  for (int offset = 16; offset > 0; offset >>= 1)
+    v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
   return v;
 }
 
-// Sum over a CTA of kThreads threads, the same value in each; `shared` holds kThreads / 32 floats. Syncs before and after use.
+// Sum over a CTA of kThreads threads, the same value in each; `shared` holds kThreads / 32 floats.
+// Syncs before and after use.
 template <int kThreads>
 __device__ __forceinline__ float block_sum(float v, float *shared) {
   constexpr int kWarps = kThreads / kWarp;
@@ -173,7 +188,10 @@ __device__ __forceinline__ float block_sum(float v, float *shared) {
 
 // ---- functions ----
 
-// e^x with the same bits on every GPU: Cody-Waite reduction and a degree-6 polynomial, within 2 ulp; 0 below -87.3, NaN kept.
+__device__ __forceinline__ float negative_infinity() { return __uint_as_float(0xff800000u); }
+
+// e^x with the same bits on every GPU: Cody-Waite reduction and a degree-6 polynomial, within 2
+// ulp; 0 below -87.3, NaN kept.
 __device__ __forceinline__ float exp_f32(float x) {
   if (x < -87.3f) return 0.0f;
   x = x > 88.0f ? 88.0f : x;
@@ -191,7 +209,9 @@ __device__ __forceinline__ float exp_f32(float x) {
 }
 
 // x * sigmoid(x).
-__device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, exp_f32(-x))); }
+__device__ __forceinline__ float silu(float x) {
+  return __fdiv_rn(x, __fadd_rn(1.0f, exp_f32(-x)));
+}
 
 }  // namespace cuda
 }  // namespace xllm

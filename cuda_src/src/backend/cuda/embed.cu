@@ -1,12 +1,12 @@
 // x = E[token]; act = Q(rms_norm(x) * attn_norm of layer 0).
-#include "backend/cuda/embed.cuh"
-
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/embed.cuh"
 #include "backend/cuda/repack.h"
 
 namespace xllm::cuda {
 
-void CudaBackend::embed(Workspace &ws_base, const WeightSet &weights_base, const ForwardBatch &batch) {
+void CudaBackend::embed(Workspace &ws_base, const WeightSet &weights_base,
+                        const ForwardBatch &batch) {
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 1, &weights)) return;
@@ -15,7 +15,8 @@ void CudaBackend::embed(Workspace &ws_base, const WeightSet &weights_base, const
   EmbedArgs args = {};
   args.table = weights.embedding.data;
   args.type = weights.embedding.type;
-  args.tile_bytes = is_plain(args.type) ? 0 : static_cast<int64_t>(tile_bytes(args.type, weights.embedding.cols));
+  args.tile_bytes =
+      is_plain(args.type) ? 0 : static_cast<int64_t>(tile_bytes(args.type, weights.embedding.cols));
   args.num_cols = dims.hidden_size;
   args.token_ids = ws.batch.token_ids;
   args.sampler_rows = ws.batch.sampler_rows;
@@ -30,7 +31,8 @@ void CudaBackend::embed(Workspace &ws_base, const WeightSet &weights_base, const
                       : per_thread <= 4 ? embed_kernel<4>
                       : per_thread <= 8 ? embed_kernel<8>
                                         : embed_kernel<16>;
-  launch_kernel(launch(), "embed", kernel, dim3(static_cast<unsigned>(ws.num_rows)), kRowThreads, 0, args);
+  launch_kernel(launch(), "embed", kernel, dim3(static_cast<unsigned>(ws.num_rows)), kRowThreads, 0,
+                args);
   ws.last_act = &ws.act_hidden;
 }
 

@@ -14,10 +14,10 @@ struct EmbedArgs {
   int type;
   int64_t tile_bytes;
   int num_cols;
-  const int32_t *token_ids;    // [num_tokens]; < 0: sampled[sampler_rows[row]]
+  const int32_t *token_ids;  // [num_tokens]; < 0: sampled[sampler_rows[row]]
   const int32_t *sampler_rows;
   const int32_t *sampled;
-  float *x;                    // [num_tokens, num_cols]
+  float *x;  // [num_tokens, num_cols]
   const float *norm_weight;
   float eps;
   ActView act;
@@ -25,7 +25,8 @@ struct EmbedArgs {
 
 // x = E[token], act = Q(rms_norm(x) * norm_weight); grid: tokens.
 template <int kPerThread>
-__global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constant__ EmbedArgs args) {
+__global__ void __launch_bounds__(kRowThreads)
+    embed_kernel(const __grid_constant__ EmbedArgs args) {
   __shared__ float shared[kRowWarps];
   float w[kPerThread], v[kPerThread];
   load_row(args.norm_weight, args.num_cols, w);
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constan
   if (token < 0) token = 0;  // the row that gave it was refused; nobody reads what follows
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const int col = (static_cast<int>(threadIdx.x >> 5) + kRowWarps * i) * kActBlock + static_cast<int>(threadIdx.x & 31);
+    const int col = (static_cast<int>(threadIdx.x >> 5) + kRowWarps * i) * kActBlock +
+                    static_cast<int>(threadIdx.x & 31);
     v[i] = 0;
     if (col >= args.num_cols) continue;
     if (args.type >= kNumTileTypes) {
@@ -47,7 +49,8 @@ __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constan
              : args.type == kWeightF16 ? half_bits_to_float(half[at])
                                        : __uint_as_float(static_cast<uint32_t>(half[at]) << 16);
     } else {
-      v[i] = tile_value(args.type, args.table + token / kTileRows * args.tile_bytes, token % kTileRows, col, device_half);
+      v[i] = tile_value(args.type, args.table + token / kTileRows * args.tile_bytes,
+                        token % kTileRows, col, device_half);
     }
     args.x[static_cast<int64_t>(row) * args.num_cols + col] = v[i];
   }

@@ -5,7 +5,8 @@
 
 namespace xllm::cuda {
 
-void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int layer, const ForwardBatch & /*batch*/) {
+void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int layer,
+                      const ForwardBatch & /*batch*/) {
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 5, layer)) return;
@@ -24,11 +25,13 @@ void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int lay
     product.out_stride = 2 * int64_t{dims.intermediate_size};
     product.partials = ws.partials.data<float>();
     matmul(launch(), product);
-    launch_kernel(launch(), "swiglu_rows", swiglu_rows_kernel, dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
+    launch_kernel(launch(), "swiglu_rows", swiglu_rows_kernel,
+                  dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
                   static_cast<const float *>(product.out), dims.intermediate_size, ws.act_ffn.view);
   }
   add_product(ws, of.down, nullptr, ws.act_ffn);
-  normalize(ws, index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm : weights.output_norm);
+  normalize(ws, index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm
+                                                  : weights.output_norm);
 }
 
 }  // namespace xllm::cuda

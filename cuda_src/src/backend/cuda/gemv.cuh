@@ -1,8 +1,10 @@
-// Products of 1 to 8 tokens without tensor cores: dp4a, every GPU. The same tiles, slices and bytes as mma_small.cuh.
+// Products of 1 to 8 tokens without tensor cores: dp4a, every GPU. The same tiles, slices and bytes
+// as mma_small.cuh.
 //
-// A CTA is one group of tiles, a warp one slice of K. A lane loads the 16 bytes that it would feed to an mma: 8 codes of each of two rows
-// in each of two blocks. Its partial dots, one per token, are summed over the four lanes of a row by exchanging integers, after which
-// lane t owns tokens t and t + 4: exact in any order, so only the float chain is canonical.
+// A CTA is one group of tiles, a warp one slice of K. A lane loads the 16 bytes that it would feed
+// to an mma: 8 codes of each of two rows in each of two blocks. Its partial dots, one per token,
+// are summed over the four lanes of a row by exchanging integers, after which lane t owns tokens t
+// and t + 4: exact in any order, so only the float chain is canonical.
 #pragma once
 
 #include "backend/cuda/matmul_args.cuh"
@@ -10,7 +12,8 @@
 namespace xllm {
 namespace cuda {
 
-// Sums v[0..kTokens) over the four lanes of a quad; afterwards v[i] of lane t is the sum for token t + 4 * i (kTokens 1: for token 0).
+// Sums v[0..kTokens) over the four lanes of a quad; afterwards v[i] of lane t is the sum for token
+// t + 4 * i (kTokens 1: for token 0).
 template <int kTokens>
 __device__ __forceinline__ void quad_reduce(int (&v)[kTokens], int t) {
   constexpr uint32_t kAll = 0xffffffffu;
@@ -34,8 +37,10 @@ __device__ __forceinline__ void quad_reduce(int (&v)[kTokens], int t) {
 }
 
 template <int kType, int kStep, int kTokens>
-__device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Scales &scales, const uint32_t (&a)[4], const uint8_t *codes,
-                                         const float2 *ds, int t, float (&acc)[2][(kTokens + 3) / 4]) {
+__device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Scales &scales,
+                                         const uint32_t (&a)[4], const uint8_t *codes,
+                                         const float2 *ds, int t,
+                                         float (&acc)[2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
   constexpr int kOwned = (kTokens + 3) / 4;
   float dw[2][Tile::kNumScales], shift[2] = {0, 0};
@@ -62,7 +67,8 @@ __device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Scale
       quad_reduce<kTokens>(dot, t);
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        acc[r][i] = __fmaf_rn(dw[r][h], __fmul_rn(static_cast<float>(dot[i]), scale[i].x), acc[r][i]);
+        acc[r][i] =
+            __fmaf_rn(dw[r][h], __fmul_rn(static_cast<float>(dot[i]), scale[i].x), acc[r][i]);
       }
     }
     if (Tile::kHasMin) {
@@ -73,21 +79,25 @@ __device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Scale
 }
 
 template <int kType, int kUnit, int kTokens>
-__device__ __forceinline__ void dot_unit(const uint8_t *chunk, int lane, const uint8_t *codes, const float2 *ds,
-                                         typename WeightTile<kType>::Scales &scales, float (&acc)[2][(kTokens + 3) / 4]) {
+__device__ __forceinline__ void dot_unit(const uint8_t *chunk, int lane, const uint8_t *codes,
+                                         const float2 *ds,
+                                         typename WeightTile<kType>::Scales &scales,
+                                         float (&acc)[2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
   if (!Tile::kKQuant) Tile::load_scales(chunk + kUnit * Tile::kUnitBytes, lane >> 2, &scales);
   uint32_t a[2][4];
   Tile::load_codes(chunk, kUnit, lane, a);
   constexpr int kFirst = Tile::kKQuant ? 2 * kUnit : 0;
   constexpr int kBlockBytes = kActGroup * kActBlock;
-  dot_step<kType, kFirst, kTokens>(scales, a[0], codes + 2 * kUnit * kBlockBytes, ds + 2 * kUnit * kActGroup, lane & 3, acc);
-  dot_step<kType, kFirst + 1, kTokens>(scales, a[1], codes + (2 * kUnit + 1) * kBlockBytes, ds + (2 * kUnit + 1) * kActGroup, lane & 3,
-                                       acc);
+  dot_step<kType, kFirst, kTokens>(scales, a[0], codes + 2 * kUnit * kBlockBytes,
+                                   ds + 2 * kUnit * kActGroup, lane & 3, acc);
+  dot_step<kType, kFirst + 1, kTokens>(scales, a[1], codes + (2 * kUnit + 1) * kBlockBytes,
+                                       ds + (2 * kUnit + 1) * kActGroup, lane & 3, acc);
 }
 
 template <int kType, int kTokens>
-__device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t *tile, int first_chunk, int end_chunk, int lane,
+__device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t *tile,
+                                          int first_chunk, int end_chunk, int lane,
                                           float (&acc)[2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
   const int64_t group = args.first_token / kActGroup;
@@ -95,7 +105,8 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
     const uint8_t *at = tile + static_cast<int64_t>(chunk) * chunk_bytes(kType);
     const int64_t entry = (group * args.act.num_blocks + chunk * 8) * kActGroup + in_group;
-    const uint8_t *codes = reinterpret_cast<const uint8_t *>(args.act.codes) + entry * kActBlock + (lane & 3) * 8;
+    const uint8_t *codes =
+        reinterpret_cast<const uint8_t *>(args.act.codes) + entry * kActBlock + (lane & 3) * 8;
     const float2 *ds = args.act.scales + entry;
     const int units = min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk);
     typename Tile::Scales scales;
@@ -109,7 +120,8 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
 
 // kTokens: 1, 4 or 8 tokens per pass; rows of activations past num_tokens exist and are ignored.
 template <int kTokens>
-__global__ void __launch_bounds__(kMaxSlices *kWarp, 2) gemv_kernel(const __grid_constant__ MatmulArgs args) {
+__global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
+    gemv_kernel(const __grid_constant__ MatmulArgs args) {
   extern __shared__ __align__(16) float partials[];  // [group tiles][slices][16][kTokens]
   constexpr int kOwned = (kTokens + 3) / 4;
   const int lane = static_cast<int>(threadIdx.x) & 31;

@@ -4,16 +4,18 @@
 
 namespace xllm::cuda {
 
-void CudaBackend::head(Workspace &ws_base, const WeightSet &weights_base, const ForwardBatch & /*batch*/) {
+void CudaBackend::head(Workspace &ws_base, const WeightSet &weights_base,
+                       const ForwardBatch & /*batch*/) {
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 6, ws.num_logits)) return;
   if (ws.num_logits == 0) return;
   const ActView *act = &ws.act_hidden.view;
   if (!ws.is_identity) {
-    launch_kernel(launch(), "gather_acts", gather_acts_kernel, dim3(static_cast<unsigned>(ws.num_logits)), 256, 0, ws.act_hidden.view,
-                  static_cast<const int32_t *>(ws.batch.logit_rows), (weights.dims.hidden_size + kActBlock - 1) / kActBlock,
-                  ws.act_head.view);
+    launch_kernel(launch(), "gather_acts", gather_acts_kernel,
+                  dim3(static_cast<unsigned>(ws.num_logits)), 256, 0, ws.act_hidden.view,
+                  static_cast<const int32_t *>(ws.batch.logit_rows),
+                  (weights.dims.hidden_size + kActBlock - 1) / kActBlock, ws.act_head.view);
     act = &ws.act_head.view;
   }
   Product product = {};

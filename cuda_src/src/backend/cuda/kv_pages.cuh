@@ -8,13 +8,15 @@ namespace cuda {
 
 // Pages of one layer (tensor/kv.h), f16.
 struct KvPages {
-  uint8_t *base;          // of block 0, this layer
-  int64_t block_bytes;    // from block to block
+  uint8_t *base;        // of block 0, this layer
+  int64_t block_bytes;  // from block to block
   int64_t page_bytes;
   int block_size;
   int num_kv_heads;
 
-  __device__ __forceinline__ uint8_t *page(int64_t block, int index) const { return base + block * block_bytes + index * page_bytes; }
+  __device__ __forceinline__ uint8_t *page(int64_t block, int index) const {
+    return base + block * block_bytes + index * page_bytes;
+  }
 };
 
 constexpr int kMaxHeadDim = 256;

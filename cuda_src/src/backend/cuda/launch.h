@@ -1,9 +1,9 @@
 // What a launcher needs to know of the device and the stream, and the launch itself.
 #pragma once
 
-#include <cstdint>
-
 #include <cuda_runtime.h>
+
+#include <cstdint>
 
 #include "backend/cuda/cuda_check.h"
 
@@ -14,11 +14,13 @@ struct Device {
   int index = 0;
   int compute_capability = 0;  // 90
   int num_sms = 0;
-  int max_shared_bytes = 0;      // per CTA, opted in
+  int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
-  int mma_small_registers[2] = {};  // per thread, of the kernels for one token and for more (prepare_matmul)
-  // How deep the rings of the matrix kernels are and how many CTAs share an SM, where shared memory allows. Speed only, never numbers.
+  int mma_small_registers[2] =
+      {};  // per thread, of the kernels for one token and for more (prepare_matmul)
+  // How deep the rings of the matrix kernels are and how many CTAs share an SM, where shared memory
+  // allows. Speed only, never numbers.
   int ring_stages = 4;  // 2 to 8
   int ctas_per_sm = 2;
   // Off in tests: the kernels of older GPUs on a newer one.
@@ -31,11 +33,11 @@ struct Launch {
   cudaStream_t stream;
 };
 
-// Launches kernel(args...) so that it may start before the previous one has ended (it calls wait_for_previous_kernel), where the device
-// can. Checks the launch.
+// Launches kernel(args...) so that it may start before the previous one has ended (it calls
+// wait_for_previous_kernel), where the device can. Checks the launch.
 template <typename... Parameters, typename... Arguments>
-void launch_kernel(const Launch &launch, const char *name, void (*kernel)(Parameters...), dim3 grid, unsigned threads,
-                   size_t shared_bytes, Arguments... arguments) {
+void launch_kernel(const Launch &launch, const char *name, void (*kernel)(Parameters...), dim3 grid,
+                   unsigned threads, size_t shared_bytes, Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);

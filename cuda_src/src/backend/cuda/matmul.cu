@@ -1,9 +1,8 @@
-#include "backend/cuda/matmul.h"
-
 #include <algorithm>
 #include <map>
 
 #include "backend/cuda/gemv.cuh"
+#include "backend/cuda/matmul.h"
 #include "backend/cuda/mma_small.cuh"
 #include "backend/cuda/mma_tile.cuh"
 #include "backend/cuda/plain_matmul.cuh"
@@ -19,7 +18,8 @@ constexpr int kReservedSharedPerCta = 1024;  // taken by the system from each CT
 
 int largest_chunk(const MatmulArgs &args) {
   int bytes = 0;
-  for (int i = 0; i < args.num_segments; ++i) bytes = std::max(bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
+  for (int i = 0; i < args.num_segments; ++i)
+    bytes = std::max(bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
   return bytes;
 }
 
@@ -46,10 +46,11 @@ void set_slices(int64_t cols, MatmulArgs *args) {
 void launch_gemv(const Launch &launch, MatmulArgs args) {
   const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
   const int width = args.num_tokens == 1 ? 1 : args.num_tokens <= 4 ? 4 : 8;
-  const size_t shared = static_cast<size_t>(group_tiles * args.num_slices * kTileRows * width) * sizeof(float);
+  const size_t shared =
+      static_cast<size_t>(group_tiles * args.num_slices * kTileRows * width) * sizeof(float);
   const auto kernel = width == 1 ? gemv_kernel<1> : width == 4 ? gemv_kernel<4> : gemv_kernel<8>;
-  launch_kernel(launch, "gemv", kernel, dim3(static_cast<unsigned>(args.num_groups)), static_cast<unsigned>(args.num_slices * kWarp),
-                shared, args);
+  launch_kernel(launch, "gemv", kernel, dim3(static_cast<unsigned>(args.num_groups)),
+                static_cast<unsigned>(args.num_slices * kWarp), shared, args);
 }
 
 void launch_mma_small(const Launch &launch, MatmulArgs args) {
@@ -59,7 +60,8 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
   int pad = 1;
   while (pad < args.num_tokens) pad *= 2;
   const auto shared_with = [&](int stages, int width) {
-    return args.num_slices * stages * args.stage_bytes + mma_small_acts_bytes(args.num_units, width) +
+    return args.num_slices * stages * args.stage_bytes +
+           mma_small_acts_bytes(args.num_units, width) +
            mma_small_partials_bytes(group_tiles, args.num_slices, width);
   };
   // A very long K leaves no room for 8 tokens at once: fewer, more often.
@@ -85,17 +87,20 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
     }
   }
   if (shared_with(args.num_stages, pad) > device.max_shared_bytes) {
-    throw Error(Status::kUnimplemented, "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
-                                            " columns is wider than the matrix kernels can take; use the CPU backend");
+    throw Error(Status::kUnimplemented,
+                "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
+                    " columns is wider than the matrix kernels can take; use the CPU backend");
   }
   const int shared = shared_with(args.num_stages, pad);
   const int threads = args.num_slices * kWarp;
-  const int by_registers = device.registers_per_sm / ((device.mma_small_registers[pad == 1 ? 0 : 1] + 7) / 8 * 8 * threads);
+  const int by_registers = device.registers_per_sm /
+                           ((device.mma_small_registers[pad == 1 ? 0 : 1] + 7) / 8 * 8 * threads);
   const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
   const int per_sm = std::max(1, std::min(by_shared, by_registers));
   const int grid = std::min(args.num_groups, device.num_sms * per_sm);
-  launch_kernel(launch, "mma_small", pad == 1 ? mma_small_kernel<true> : mma_small_kernel<false>, dim3(static_cast<unsigned>(grid)),
-                static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
+  launch_kernel(launch, "mma_small", pad == 1 ? mma_small_kernel<true> : mma_small_kernel<false>,
+                dim3(static_cast<unsigned>(grid)), static_cast<unsigned>(threads),
+                static_cast<size_t>(shared), args);
 }
 
 int tile_groups(int num_tokens) { return num_tokens <= 16 ? 2 : num_tokens <= 32 ? 4 : 8; }
@@ -105,8 +110,11 @@ void launch_mma_tile(const Launch &launch, MatmulArgs args, int num_row_groups, 
   const int groups = tile_groups(args.num_tokens);
   int shared = kTileStages * mma_tile_stage_bytes(args.stage_bytes, groups);
   if (args.epilogue == kSwiGlu) shared = std::max(shared, 64 * (8 * groups + 1) * 4);
-  const auto kernel = groups == 2 ? mma_tile_kernel<2> : groups == 4 ? mma_tile_kernel<4> : mma_tile_kernel<8>;
-  launch_kernel(launch, "mma_tile", kernel, dim3(static_cast<unsigned>(num_row_groups), static_cast<unsigned>(num_slices_y)),
+  const auto kernel = groups == 2   ? mma_tile_kernel<2>
+                      : groups == 4 ? mma_tile_kernel<4>
+                                    : mma_tile_kernel<8>;
+  launch_kernel(launch, "mma_tile", kernel,
+                dim3(static_cast<unsigned>(num_row_groups), static_cast<unsigned>(num_slices_y)),
                 kTileWarps * kWarp, static_cast<size_t>(shared), args);
 }
 
@@ -117,8 +125,9 @@ int num_row_groups(const MatmulArgs &args) {
   return groups;
 }
 
-// Products of more than 8 tokens spread the slices over CTAs where the rows alone would leave SMs idle. The choice looks at the matrix
-// only through its speed: partial sums are added up in the order in which one CTA would have.
+// Products of more than 8 tokens spread the slices over CTAs where the rows alone would leave SMs
+// idle. The choice looks at the matrix only through its speed: partial sums are added up in the
+// order in which one CTA would have.
 constexpr int64_t kPartialRows = 16384;
 bool uses_partials(int64_t rows) { return rows <= kPartialRows; }
 
@@ -135,17 +144,20 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, in
       launch_mma_small(launch, args);
     } else {
       args.num_tokens = std::min(left, kMaxTileTokens);
-      if (product != nullptr && product->matrix->parts.size() == static_cast<size_t>(args.num_segments) && uses_partials(num_rows) &&
-          args.num_slices > 1) {
+      if (product != nullptr &&
+          product->matrix->parts.size() == static_cast<size_t>(args.num_segments) &&
+          uses_partials(num_rows) && args.num_slices > 1) {
         MatmulArgs partial = args;
         partial.epilogue = kPartials;
         partial.out = product->partials;
         partial.out_stride = num_rows;
         launch_mma_tile(launch, partial, num_row_groups(args), args.num_slices);
         launch_kernel(launch, "combine_partials", combine_partials_kernel,
-                      dim3(static_cast<unsigned>((num_rows + 255) / 256), static_cast<unsigned>(args.num_tokens)), 256, 0,
-                      static_cast<const float *>(product->partials), args.num_slices, args.num_tokens, static_cast<int>(num_rows),
-                      args.out, args.out_stride, first, args.bias, args.epilogue == kAddTo);
+                      dim3(static_cast<unsigned>((num_rows + 255) / 256),
+                           static_cast<unsigned>(args.num_tokens)),
+                      256, 0, static_cast<const float *>(product->partials), args.num_slices,
+                      args.num_tokens, static_cast<int>(num_rows), args.out, args.out_stride, first,
+                      args.bias, args.epilogue == kAddTo);
       } else {
         launch_mma_tile(launch, args, num_row_groups(args), 1);
       }
@@ -154,7 +166,8 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, in
   }
 }
 
-void run_plain(const Launch &launch, const Product &product, const DeviceMatrix &matrix, int64_t out_row) {
+void run_plain(const Launch &launch, const Product &product, const DeviceMatrix &matrix,
+               int64_t out_row) {
   PlainArgs args = {};
   args.weights = matrix.data;
   args.type = matrix.type;
@@ -169,7 +182,8 @@ void run_plain(const Launch &launch, const Product &product, const DeviceMatrix 
   for (int first = 0; first < product.num_tokens; first += kActGroup) {
     args.first_token = first;
     args.num_tokens = std::min(kActGroup, product.num_tokens - first);
-    launch_kernel(launch, "plain_matmul", plain_matmul_kernel, dim3(static_cast<unsigned>((matrix.rows + 7) / 8)), 256, 0, args);
+    launch_kernel(launch, "plain_matmul", plain_matmul_kernel,
+                  dim3(static_cast<unsigned>((matrix.rows + 7) / 8)), 256, 0, args);
   }
 }
 
@@ -198,15 +212,19 @@ uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens) {
 
 void prepare_matmul(Device *device) {
   const auto opt_in = [&](const void *kernel) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device->max_shared_bytes), "set shared memory size");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               device->max_shared_bytes),
+          "set shared memory size");
   };
-  for (const void *kernel :
-       {reinterpret_cast<const void *>(mma_small_kernel<true>), reinterpret_cast<const void *>(mma_small_kernel<false>),
-        reinterpret_cast<const void *>(mma_tile_kernel<2>), reinterpret_cast<const void *>(mma_tile_kernel<4>),
-        reinterpret_cast<const void *>(mma_tile_kernel<8>)}) {
+  for (const void *kernel : {reinterpret_cast<const void *>(mma_small_kernel<true>),
+                             reinterpret_cast<const void *>(mma_small_kernel<false>),
+                             reinterpret_cast<const void *>(mma_tile_kernel<2>),
+                             reinterpret_cast<const void *>(mma_tile_kernel<4>),
+                             reinterpret_cast<const void *>(mma_tile_kernel<8>)}) {
     opt_in(kernel);
   }
-  const void *small[] = {reinterpret_cast<const void *>(mma_small_kernel<true>), reinterpret_cast<const void *>(mma_small_kernel<false>)};
+  const void *small[] = {reinterpret_cast<const void *>(mma_small_kernel<true>),
+                         reinterpret_cast<const void *>(mma_small_kernel<false>)};
   for (int i = 0; i < 2; ++i) {
     cudaFuncAttributes attributes = {};
     check(cudaFuncGetAttributes(&attributes, small[i]), "ask for a kernel's registers");
@@ -238,8 +256,8 @@ void matmul(const Launch &launch, const Product &product) {
   if (args.num_segments > 0) run_tiles(launch, args, &product, row);
 }
 
-void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up, const ActView &act, int num_tokens,
-                   const ActView &act_out) {
+void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up,
+                   const ActView &act, int num_tokens, const ActView &act_out) {
   MatmulArgs args = {};
   set_slices(gate.cols, &args);
   args.act = act;

@@ -1,10 +1,11 @@
-// Matrix products on the device: which kernel, which grid. The numbers do not depend on either (matmul_args.cuh).
+// Matrix products on the device: which kernel, which grid. The numbers do not depend on either
+// (matmul_args.cuh).
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include <cstdint>
 #include <vector>
-
-#include <cuda_runtime.h>
 
 #include "backend/cuda/launch.h"
 
@@ -40,21 +41,23 @@ struct Product {
   const FusedMatrix *matrix;
   const ActView *act;
   int num_tokens;
-  float *out;             // [num_tokens, out_stride] f32
+  float *out;  // [num_tokens, out_stride] f32
   int64_t out_stride;
-  const float *bias;      // [rows], or null
-  bool is_added;          // out += y
-  float *partials;        // partial_floats
+  const float *bias;  // [rows], or null
+  bool is_added;      // out += y
+  float *partials;    // partial_floats
 };
 
-// Opts all kernels in to the shared memory they use and notes what bounds their occupancy; once per device.
+// Opts all kernels in to the shared memory they use and notes what bounds their occupancy; once per
+// device.
 void prepare_matmul(Device *device);
 
 void matmul(const Launch &launch, const Product &product);
 
-// act_out = Q(silu(gate x) * (up x)), 32 outputs to a block; both matrices of tile types with the same number of rows.
-void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up, const ActView &act, int num_tokens,
-                   const ActView &act_out);
+// act_out = Q(silu(gate x) * (up x)), 32 outputs to a block; both matrices of tile types with the
+// same number of rows.
+void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up,
+                   const ActView &act, int num_tokens, const ActView &act_out);
 
 }  // namespace cuda
 }  // namespace xllm

@@ -1,10 +1,13 @@
-// What the integer matrix kernels share: the description of a product, its slices of K, and what is done with a finished output.
+// What the integer matrix kernels share: the description of a product, its slices of K, and what is
+// done with a finished output.
 //
-// y[token, row] = sum over k of W[row, k] * x[token, k], with W in tiles (planes.cuh) and x quantised (act_quant.cuh).
-// The canonical order of additions, the same in every kernel: K is cut into slices of `chunks_per_slice` chunks of 256, a constant of
-// K; inside a slice the blocks of 32 (16 for q6_k) ascend in one chain,
+// y[token, row] = sum over k of W[row, k] * x[token, k], with W in tiles (planes.cuh) and x
+// quantised (act_quant.cuh). The canonical order of additions, the same in every kernel: K is cut
+// into slices of `chunks_per_slice` chunks of 256, a constant of K; inside a slice the blocks of 32
+// (16 for q6_k) ascend in one chain,
 //     acc = fma(dw, rn(dot * d), acc), then acc = fma(shift, s, acc) where the type has a minimum,
-// and y = ((p0 + p1) + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the batch, or the launch.
+// and y = ((p0 + p1) + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the
+// batch, or the launch.
 #pragma once
 
 #include "backend/cuda/act_quant.cuh"
@@ -19,10 +22,10 @@ constexpr int kMaxSlices = 8;
 struct MatmulSegment {
   const uint8_t *tiles;
   int64_t tile_bytes;
-  int type;       // WeightType, a tile one
+  int type;  // WeightType, a tile one
   int num_tiles;
-  int num_rows;   // <= 16 * num_tiles
-  int out_row;    // where its row 0 goes in a row of the output
+  int num_rows;  // <= 16 * num_tiles
+  int out_row;   // where its row 0 goes in a row of the output
 };
 
 enum Epilogue : int {
@@ -35,39 +38,41 @@ enum Epilogue : int {
 struct MatmulArgs {
   MatmulSegment segments[3];
   int num_segments;
-  int num_units;         // of K, 64 columns each
+  int num_units;  // of K, 64 columns each
   int num_slices;
   int chunks_per_slice;
-  int num_groups;        // units of work of a CTA: a tile; for kSwiGlu 4 tiles (2 of gate, 2 of up)
+  int num_groups;  // units of work of a CTA: a tile; for kSwiGlu 4 tiles (2 of gate, 2 of up)
   ActView act;
-  int first_token;       // a multiple of 8
-  int num_tokens;        // of this launch
-  int token_pad;         // mma_small: 1, 2, 4 or 8 >= num_tokens
-  int stage_bytes;       // shared memory of one ring stage of one warp (mma_small) or tile (mma_tile)
+  int first_token;  // a multiple of 8
+  int num_tokens;   // of this launch
+  int token_pad;    // mma_small: 1, 2, 4 or 8 >= num_tokens
+  int stage_bytes;  // shared memory of one ring stage of one warp (mma_small) or tile (mma_tile)
   int num_stages;
   int epilogue;
-  float *out;            // [token, out_stride] f32
+  float *out;  // [token, out_stride] f32
   int64_t out_stride;
-  const float *bias;     // [rows of the output], or null
+  const float *bias;  // [rows of the output], or null
   ActView act_out;
 };
 
 // One tile of the work: which segment, and which of its tiles.
-__device__ __forceinline__ void find_tile(const MatmulArgs &args, int group, int index, int *segment, int *tile) {
+__device__ __forceinline__ void find_tile(const MatmulArgs &args, int group, int index,
+                                          int *segment, int *tile) {
   if (args.epilogue == kSwiGlu) {
     *segment = index >> 1;
     *tile = 2 * group + (index & 1);
     return;
   }
   int s = 0, t = group;
-  while (s + 1 < args.num_segments && t >= args.segments[s].num_tiles) t -= args.segments[s++].num_tiles;
+  while (s + 1 < args.num_segments && t >= args.segments[s].num_tiles)
+    t -= args.segments[s++].num_tiles;
   *segment = s;
   *tile = t;
 }
 
 // Store or add one finished output.
-__device__ __forceinline__ void finish_output(const MatmulArgs &args, const MatmulSegment &segment, int tile, int row, int token,
-                                              float y) {
+__device__ __forceinline__ void finish_output(const MatmulArgs &args, const MatmulSegment &segment,
+                                              int tile, int row, int token, float y) {
   const int local = tile * kTileRows + row;
   if (local >= segment.num_rows) return;
   const int column = segment.out_row + local;
@@ -76,9 +81,11 @@ __device__ __forceinline__ void finish_output(const MatmulArgs &args, const Matm
   *out = args.epilogue == kAddTo ? __fadd_rn(*out, y) : y;
 }
 
-// Adds up the slices of a group's outputs and finishes them; called by a whole CTA of one warp per slice.
-// partials: [group tiles][slices][16 rows][pad tokens] in shared memory; (segment, tile): the group's last tile.
-__device__ __forceinline__ void finish_group(const MatmulArgs &args, const float *partials, int pad, int segment, int tile, int group) {
+// Adds up the slices of a group's outputs and finishes them; called by a whole CTA of one warp per
+// slice. partials: [group tiles][slices][16 rows][pad tokens] in shared memory; (segment, tile):
+// the group's last tile.
+__device__ __forceinline__ void finish_group(const MatmulArgs &args, const float *partials, int pad,
+                                             int segment, int tile, int group) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   const int slice_stride = kTileRows * pad;
@@ -89,7 +96,8 @@ __device__ __forceinline__ void finish_group(const MatmulArgs &args, const float
     return y;
   };
   if (args.epilogue != kSwiGlu) {
-    for (int i = static_cast<int>(threadIdx.x); i < slice_stride; i += static_cast<int>(blockDim.x)) {
+    for (int i = static_cast<int>(threadIdx.x); i < slice_stride;
+         i += static_cast<int>(blockDim.x)) {
       const int row = i % kTileRows, token = i / kTileRows;
       if (token < args.num_tokens) {
         finish_output(args, args.segments[segment], tile, row, token, output(0, row, token));

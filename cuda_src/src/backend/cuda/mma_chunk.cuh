@@ -1,8 +1,10 @@
-// The inner loop on tensor cores: one tile times the activations of 8 * kGroups tokens over one chunk of K.
+// The inner loop on tensor cores: one tile times the activations of 8 * kGroups tokens over one
+// chunk of K.
 //
-// Lane 4g + t holds rows g, g + 8 and, in token group n, tokens 2t, 2t + 1: acc[n] = {(g, 2t), (g, 2t + 1), (g + 8, 2t), ...}.
-// No int -> float conversion: the accumulator of a block starts at the bits of 12582912.0f, so that after the mma its bits read as
-// 12582912 + dot (|dot| < 2^22), and fma(x, d, -12582912 * d) is dot * d rounded once, because 12582912 * d is exact (act_quant.cuh).
+// Lane 4g + t holds rows g, g + 8 and, in token group n, tokens 2t, 2t + 1: acc[n] = {(g, 2t), (g,
+// 2t + 1), (g + 8, 2t), ...}. No int -> float conversion: the accumulator of a block starts at the
+// bits of 12582912.0f, so that after the mma its bits read as 12582912 + dot (|dot| < 2^22), and
+// fma(x, d, -12582912 * d) is dot * d rounded once, because 12582912 * d is exact (act_quant.cuh).
 #pragma once
 
 #include "backend/cuda/matmul_args.cuh"
@@ -22,20 +24,24 @@ struct LaneActs {
 
 // kOne: a single token; only lanes with t = 0 hold results, in acc[0][0] and acc[0][2].
 template <int kType, int kStep, int kGroups, bool kOne>
-__device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scales &scales, const uint32_t (&a)[4], const LaneActs &acts,
-                                         int block, float (&acc)[kGroups][4]) {
+__device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scales &scales,
+                                         const uint32_t (&a)[4], const LaneActs &acts, int block,
+                                         float (&acc)[kGroups][4]) {
   using Tile = WeightTile<kType>;
   float dw[2][Tile::kNumScales], shift[2] = {0, 0};
   Tile::template step_scales<kStep>(scales, dw, shift);
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
-    const uint2 b = *reinterpret_cast<const uint2 *>(acts.codes + n * acts.codes_group + block * acts.codes_block);
+    const uint2 b = *reinterpret_cast<const uint2 *>(acts.codes + n * acts.codes_group +
+                                                     block * acts.codes_block);
     float4 ds;  // d, s of token 2t; d, s of token 2t + 1
     if (kOne) {
-      const float2 one = *reinterpret_cast<const float2 *>(acts.scales + n * acts.scales_group + block * acts.scales_block);
+      const float2 one = *reinterpret_cast<const float2 *>(acts.scales + n * acts.scales_group +
+                                                           block * acts.scales_block);
       ds = make_float4(one.x, one.y, one.x, one.y);
     } else {
-      ds = *reinterpret_cast<const float4 *>(acts.scales + n * acts.scales_group + block * acts.scales_block);
+      ds = *reinterpret_cast<const float4 *>(acts.scales + n * acts.scales_group +
+                                             block * acts.scales_block);
     }
     const float base0 = __fmul_rn(-kMagic, ds.x);
     const float base1 = __fmul_rn(-kMagic, ds.z);
@@ -67,7 +73,8 @@ __device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scale
 
 template <int kType, int kUnit, int kGroups, bool kOne>
 __device__ __forceinline__ void mma_unit(const uint8_t *chunk, int lane, const LaneActs &acts,
-                                         typename WeightTile<kType>::Scales &scales, float (&acc)[kGroups][4]) {
+                                         typename WeightTile<kType>::Scales &scales,
+                                         float (&acc)[kGroups][4]) {
   using Tile = WeightTile<kType>;
   if (!Tile::kKQuant) Tile::load_scales(chunk + kUnit * Tile::kUnitBytes, lane >> 2, &scales);
   uint32_t a[2][4];
@@ -77,10 +84,11 @@ __device__ __forceinline__ void mma_unit(const uint8_t *chunk, int lane, const L
   mma_step<kType, kFirst + 1, kGroups, kOne>(scales, a[1], acts, 2 * kUnit + 1, acc);
 }
 
-// `chunk`: the tile's bytes of this chunk; num_units of it exist (4 but at the ragged end); acts point at its first block.
+// `chunk`: the tile's bytes of this chunk; num_units of it exist (4 but at the ragged end); acts
+// point at its first block.
 template <int kType, int kGroups, bool kOne>
-__device__ __forceinline__ void mma_chunk(const uint8_t *chunk, int num_units, int lane, const LaneActs &acts,
-                                          float (&acc)[kGroups][4]) {
+__device__ __forceinline__ void mma_chunk(const uint8_t *chunk, int num_units, int lane,
+                                          const LaneActs &acts, float (&acc)[kGroups][4]) {
   typename WeightTile<kType>::Scales scales;
   if (WeightTile<kType>::kKQuant) {
     WeightTile<kType>::load_scales(chunk, lane >> 2, &scales);
@@ -98,7 +106,8 @@ __device__ __forceinline__ void mma_chunk(const uint8_t *chunk, int num_units, i
 
 // The same for a type known at run time only, uniform over the warp.
 template <int kGroups, bool kOne>
-__device__ __forceinline__ void mma_chunk_of(int type, const uint8_t *chunk, int num_units, int lane, const LaneActs &acts,
+__device__ __forceinline__ void mma_chunk_of(int type, const uint8_t *chunk, int num_units,
+                                             int lane, const LaneActs &acts,
                                              float (&acc)[kGroups][4]) {
   switch (type) {
     case kWeightQ4_0:

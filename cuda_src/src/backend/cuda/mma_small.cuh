@@ -1,10 +1,12 @@
 // Products of 1 to 8 tokens: reads each weight once, bound by memory.
 //
-// A CTA has one warp per slice of K (so 8 for most K); its warps walk the same tiles, each over its own slice, through a ring of chunks
-// in shared memory that runs across tiles, so that the next tile's bytes are on their way while this one is reduced. Weights are
-// asked for before the previous kernel has finished; activations, which it writes, after. The grid is what fits at once, and a CTA takes
-// groups blockIdx.x, blockIdx.x + gridDim.x, ...
-//   shared  ring [warps][stages][stage_bytes], activation codes [blocks][token_pad][32], scales [blocks][token_pad] {d, s},
+// A CTA has one warp per slice of K (so 8 for most K); its warps walk the same tiles, each over its
+// own slice, through a ring of chunks in shared memory that runs across tiles, so that the next
+// tile's bytes are on their way while this one is reduced. Weights are asked for before the
+// previous kernel has finished; activations, which it writes, after. The grid is what fits at once,
+// and a CTA takes groups blockIdx.x, blockIdx.x + gridDim.x, ...
+//   shared  ring [warps][stages][stage_bytes], activation codes [blocks][token_pad][32], scales
+//   [blocks][token_pad] {d, s},
 //           partials [2][group tiles][warps][16][token_pad] f32
 #pragma once
 
@@ -14,7 +16,9 @@ namespace xllm {
 namespace cuda {
 
 // Shared memory that a launch needs besides the ring.
-XLLM_HOST_DEVICE int mma_small_acts_bytes(int num_units, int token_pad) { return num_units * 2 * token_pad * (32 + 8); }
+XLLM_HOST_DEVICE int mma_small_acts_bytes(int num_units, int token_pad) {
+  return num_units * 2 * token_pad * (32 + 8);
+}
 XLLM_HOST_DEVICE int mma_small_partials_bytes(int group_tiles, int num_slices, int token_pad) {
   return 2 * group_tiles * num_slices * kTileRows * token_pad * 4;
 }
@@ -24,7 +28,8 @@ struct ChunkCursor {
   int group, index, chunk;
 };
 
-__device__ __forceinline__ void advance(ChunkCursor *at, int first_chunk, int end_chunk, int group_tiles, int group_stride) {
+__device__ __forceinline__ void advance(ChunkCursor *at, int first_chunk, int end_chunk,
+                                        int group_tiles, int group_stride) {
   if (++at->chunk < end_chunk) return;
   at->chunk = first_chunk;
   if (++at->index < group_tiles) return;
@@ -32,8 +37,10 @@ __device__ __forceinline__ void advance(ChunkCursor *at, int first_chunk, int en
   at->group += group_stride;
 }
 
-// Asks for the chunk at the cursor; returns without a word past the end. Lanes share the 16-byte pieces.
-__device__ __forceinline__ void fetch_chunk(const MatmulArgs &args, const ChunkCursor &at, uint8_t *stage, int lane) {
+// Asks for the chunk at the cursor; returns without a word past the end. Lanes share the 16-byte
+// pieces.
+__device__ __forceinline__ void fetch_chunk(const MatmulArgs &args, const ChunkCursor &at,
+                                            uint8_t *stage, int lane) {
   if (at.group >= args.num_groups) return;
   int s, tile;
   find_tile(args, at.group, at.index, &s, &tile);
@@ -68,7 +75,8 @@ __device__ __forceinline__ void wait_for_oldest_stage(int num_stages) {
 
 // kOne: one token.
 template <bool kOne>
-__global__ void __launch_bounds__(kMaxSlices *kWarp, 2) mma_small_kernel(const __grid_constant__ MatmulArgs args) {
+__global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
+    mma_small_kernel(const __grid_constant__ MatmulArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
@@ -99,14 +107,16 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2) mma_small_kernel(const _
 
   // Activations of all of K: token_pad rows of each block, without the rest of its group of 8.
   {
-    const int64_t base = static_cast<int64_t>(args.first_token / kActGroup) * args.act.num_blocks * kActGroup;
-    const uint8_t *from_codes = reinterpret_cast<const uint8_t *>(args.act.codes) + base * kActBlock;
+    const int64_t base =
+        static_cast<int64_t>(args.first_token / kActGroup) * args.act.num_blocks * kActGroup;
+    const uint8_t *from_codes =
+        reinterpret_cast<const uint8_t *>(args.act.codes) + base * kActBlock;
     const uint8_t *from_scales = reinterpret_cast<const uint8_t *>(args.act.scales + base);
     const int code_pieces = pad * 2;  // of 16 bytes, per block
     for (int i = static_cast<int>(threadIdx.x); i < num_blocks * code_pieces; i += num_threads) {
       const int block = i / code_pieces, piece = i % code_pieces;
-      *reinterpret_cast<uint4 *>(codes + i * 16) =
-          *reinterpret_cast<const uint4 *>(from_codes + block * (kActGroup * kActBlock) + piece * 16);
+      *reinterpret_cast<uint4 *>(codes + i * 16) = *reinterpret_cast<const uint4 *>(
+          from_codes + block * (kActGroup * kActBlock) + piece * 16);
     }
     for (int i = static_cast<int>(threadIdx.x); i < num_blocks * pad; i += num_threads) {
       const int block = i / pad, token = i % pad;
@@ -145,7 +155,8 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2) mma_small_kernel(const _
     acts.codes = codes + at.chunk * 8 * acts.codes_block + (g & (pad - 1)) * 32 + t * 8;
     acts.scales = scales + at.chunk * 8 * acts.scales_block + ((2 * t) & (pad - 1)) * 8;
     const int units = min(kUnitsPerChunk, args.num_units - at.chunk * kUnitsPerChunk);
-    mma_chunk_of<1, kOne>(args.segments[s].type, ring + stage * args.stage_bytes, units, lane, acts, acc);
+    mma_chunk_of<1, kOne>(args.segments[s].type, ring + stage * args.stage_bytes, units, lane, acts,
+                          acc);
     if (++stage == num_stages) stage = 0;
 
     const ChunkCursor done = at;
@@ -154,7 +165,8 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2) mma_small_kernel(const _
 
     // The slice of this tile is done.
     {
-      float *to = partials + ((buffer * group_tiles + done.index) * args.num_slices + warp) * kTileRows * pad;
+      float *to = partials +
+                  ((buffer * group_tiles + done.index) * args.num_slices + warp) * kTileRows * pad;
       if (2 * t < pad) {
         to[g * pad + 2 * t] = acc[0][0];
         to[(g + 8) * pad + 2 * t] = acc[0][2];
@@ -168,9 +180,11 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2) mma_small_kernel(const _
     }
     if (done.index + 1 < group_tiles) continue;
 
-    // The group is done: add the slices up in order. The two buffers make one barrier per group enough.
+    // The group is done: add the slices up in order. The two buffers make one barrier per group
+    // enough.
     __syncthreads();
-    finish_group(args, partials + buffer * group_tiles * args.num_slices * kTileRows * pad, pad, s, tile, done.group);
+    finish_group(args, partials + buffer * group_tiles * args.num_slices * kTileRows * pad, pad, s,
+                 tile, done.group);
     buffer ^= 1;
   }
   wait_for_copies<0>();

@@ -1,7 +1,9 @@
-// Products of 9 to 64 tokens: 64 rows (4 tiles, one per warp) by 8 * kGroups tokens per CTA; weights and activations stream through one
-// ring in shared memory, the activations shared by the four warps.
-//   grid    x: groups of 4 tiles (of one segment; for kSwiGlu 2 of gate and 2 of up), y: slices for kPartials, else 1
-//   shared  ring [stages] { tiles [4][stage_bytes], codes [kGroups][8 blocks][8][32], scales [kGroups][8 blocks][8] {d, s} };
+// Products of 9 to 64 tokens: 64 rows (4 tiles, one per warp) by 8 * kGroups tokens per CTA;
+// weights and activations stream through one ring in shared memory, the activations shared by the
+// four warps.
+//   grid    x: groups of 4 tiles (of one segment; for kSwiGlu 2 of gate and 2 of up), y: slices for
+//   kPartials, else 1 shared  ring [stages] { tiles [4][stage_bytes], codes [kGroups][8
+//   blocks][8][32], scales [kGroups][8 blocks][8] {d, s} };
 //           after the loop of kSwiGlu: outputs [64 rows][8 * kGroups + 1] f32
 #pragma once
 
@@ -13,10 +15,13 @@ namespace cuda {
 constexpr int kTileWarps = 4;
 constexpr int kTileStages = 3;
 
-XLLM_HOST_DEVICE int mma_tile_stage_bytes(int stage_bytes, int groups) { return kTileWarps * stage_bytes + groups * 8 * 8 * (32 + 8); }
+XLLM_HOST_DEVICE int mma_tile_stage_bytes(int stage_bytes, int groups) {
+  return kTileWarps * stage_bytes + groups * 8 * 8 * (32 + 8);
+}
 
 template <int kGroups>
-__global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __grid_constant__ MatmulArgs args) {
+__global__ void __launch_bounds__(kTileWarps *kWarp)
+    mma_tile_kernel(const __grid_constant__ MatmulArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
@@ -31,7 +36,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
     tile = 2 * group + (warp & 1);
   } else {
     int g = group;
-    while (s + 1 < args.num_segments && g >= (args.segments[s].num_tiles + 3) / 4) g -= (args.segments[s++].num_tiles + 3) / 4;
+    while (s + 1 < args.num_segments && g >= (args.segments[s].num_tiles + 3) / 4)
+      g -= (args.segments[s++].num_tiles + 3) / 4;
     tile = 4 * g + warp;
   }
   const MatmulSegment &segment = args.segments[s];
@@ -42,7 +48,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
   const bool is_partial = args.epilogue == kPartials;
   const int first_slice = is_partial ? static_cast<int>(blockIdx.y) : 0;
   const int first_chunk = first_slice * args.chunks_per_slice;
-  const int end_chunk = is_partial ? min(first_chunk + args.chunks_per_slice, num_chunks) : num_chunks;
+  const int end_chunk =
+      is_partial ? min(first_chunk + args.chunks_per_slice, num_chunks) : num_chunks;
 
   const auto fetch_weights = [&](int chunk, uint8_t *stage) {
     if (chunk >= end_chunk || !has_tile) return;
@@ -50,7 +57,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
     const int64_t left = segment.tile_bytes - offset;
     const int size = left < bytes ? static_cast<int>(left) : bytes;
     uint8_t *to = stage + warp * args.stage_bytes;
-    for (int i = lane * 16; i < size; i += kWarp * 16) copy_async_16(to + i, tile_from + offset + i);
+    for (int i = lane * 16; i < size; i += kWarp * 16)
+      copy_async_16(to + i, tile_from + offset + i);
   };
   const int group_tokens = args.first_token / kActGroup;
   const auto fetch_acts = [&](int chunk, uint8_t *stage) {
@@ -61,13 +69,17 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
     for (int i = static_cast<int>(threadIdx.x); i < kGroups * 8 * 20; i += kTileWarps * kWarp) {
       const int piece = i % 20, block = i / 20 % 8, n = i / 160;  // 16 pieces of codes, 4 of scales
       if (block >= blocks) continue;
-      const int64_t entry = (static_cast<int64_t>(group_tokens + n) * args.act.num_blocks + chunk * 8 + block) * kActGroup;
+      const int64_t entry =
+          (static_cast<int64_t>(group_tokens + n) * args.act.num_blocks + chunk * 8 + block) *
+          kActGroup;
       if (piece < 16) {
-        copy_async_16(codes + (n * 8 + block) * 256 + piece * 16,
-                      reinterpret_cast<const uint8_t *>(args.act.codes) + entry * kActBlock + piece * 16);
+        copy_async_16(
+            codes + (n * 8 + block) * 256 + piece * 16,
+            reinterpret_cast<const uint8_t *>(args.act.codes) + entry * kActBlock + piece * 16);
       } else {
-        copy_async_16(scales + (n * 8 + block) * 64 + (piece - 16) * 16,
-                      reinterpret_cast<const uint8_t *>(args.act.scales + entry) + (piece - 16) * 16);
+        copy_async_16(
+            scales + (n * 8 + block) * 64 + (piece - 16) * 16,
+            reinterpret_cast<const uint8_t *>(args.act.scales + entry) + (piece - 16) * 16);
       }
     }
   };
@@ -107,10 +119,12 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
     acts.scales = now + kTileWarps * args.stage_bytes + kGroups * 8 * 256 + t * 16;
     const int units = min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk);
     if (has_tile) {
-      mma_chunk_of<kGroups, false>(segment.type, now + warp * args.stage_bytes, units, lane, acts, acc);
+      mma_chunk_of<kGroups, false>(segment.type, now + warp * args.stage_bytes, units, lane, acts,
+                                   acc);
     }
     if (++stage == kTileStages) stage = 0;
-    // End of a slice: into the total, in order. The first one is copied, so that the sum is p0 + p1 + ... and not 0 + p0 + ...
+    // End of a slice: into the total, in order. The first one is copied, so that the sum is p0 + p1
+    // + ... and not 0 + p0 + ...
     if (!is_partial && ((chunk + 1) % args.chunks_per_slice == 0 || chunk + 1 == end_chunk)) {
       const bool is_first = chunk < args.chunks_per_slice;
 #pragma unroll
@@ -133,7 +147,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
       for (int i = 0; i < 4; ++i) {
         const int row = tile * kTileRows + g + 8 * (i >> 1), token = n * 8 + 2 * t + (i & 1);
         if (row < segment.num_rows && token < args.num_tokens) {
-          args.out[(static_cast<int64_t>(first_slice) * args.num_tokens + token) * args.out_stride + segment.out_row + row] = acc[n][i];
+          args.out[(static_cast<int64_t>(first_slice) * args.num_tokens + token) * args.out_stride +
+                   segment.out_row + row] = acc[n][i];
         }
       }
     }
@@ -146,7 +161,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = n * 8 + 2 * t + (i & 1);
-        if (token < args.num_tokens) finish_output(args, segment, tile, g + 8 * (i >> 1), token, total[n][i]);
+        if (token < args.num_tokens)
+          finish_output(args, segment, tile, g + 8 * (i >> 1), token, total[n][i]);
       }
     }
     return;
@@ -160,7 +176,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
   for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      outputs[(warp * kTileRows + g + 8 * (i >> 1)) * kStride + n * 8 + 2 * t + (i & 1)] = total[n][i];
+      outputs[(warp * kTileRows + g + 8 * (i >> 1)) * kStride + n * 8 + 2 * t + (i & 1)] =
+          total[n][i];
     }
   }
   __syncthreads();
@@ -172,9 +189,10 @@ __global__ void __launch_bounds__(kTileWarps *kWarp) mma_tile_kernel(const __gri
 }
 
 // Adds up partials [slices, tokens, rows] in order and finishes the outputs. One output per thread.
-__global__ void __launch_bounds__(256) combine_partials_kernel(const float *partials, int num_slices, int num_tokens, int num_rows,
-                                                               float *out, int64_t out_stride, int first_token, const float *bias,
-                                                               bool is_added) {
+__global__ void __launch_bounds__(256)
+    combine_partials_kernel(const float *partials, int num_slices, int num_tokens, int num_rows,
+                            float *out, int64_t out_stride, int first_token, const float *bias,
+                            bool is_added) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int row = static_cast<int>(blockIdx.x) * 256 + static_cast<int>(threadIdx.x);

@@ -3,7 +3,8 @@
 
 namespace xllm::cuda {
 
-void CudaBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int layer, const ForwardBatch & /*batch*/) {
+void CudaBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int layer,
+                         const ForwardBatch & /*batch*/) {
   CudaWorkspace &ws = as_cuda(ws_base);
   if (records(ws, 4, layer)) return;
   const CudaLayer &of = as_cuda(weights_base).layers[static_cast<size_t>(layer)];

@@ -1,5 +1,6 @@
-// Products with f32, f16 and bf16 matrices, for the few of them that quantised files hold: activations are the same int8 blocks,
-// expanded again. One warp per row, up to 8 tokens per pass; lane k of a warp takes element k of each block of 32, ascending.
+// Products with f32, f16 and bf16 matrices, for the few of them that quantised files hold:
+// activations are the same int8 blocks, expanded again. One warp per row, up to 8 tokens per pass;
+// lane k of a warp takes element k of each block of 32, ascending.
 #pragma once
 
 #include "backend/cuda/matmul_args.cuh"
@@ -16,14 +17,15 @@ struct PlainArgs {
   float *out;                   // [token, out_stride], at out_row
   int64_t out_stride;
   int out_row;
-  const float *bias;            // as out, or null
+  const float *bias;  // as out, or null
   bool is_added;
 };
 
 __device__ __forceinline__ float plain_value(const void *data, int type, int64_t i) {
   if (type == kWeightF32) return static_cast<const float *>(data)[i];
   const uint16_t bits = static_cast<const uint16_t *>(data)[i];
-  return type == kWeightF16 ? half_bits_to_float(bits) : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  return type == kWeightF16 ? half_bits_to_float(bits)
+                            : __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
 
 __global__ void __launch_bounds__(256) plain_matmul_kernel(const __grid_constant__ PlainArgs args) {
@@ -36,7 +38,9 @@ __global__ void __launch_bounds__(256) plain_matmul_kernel(const __grid_constant
   const int num_blocks = static_cast<int>((args.num_cols + kActBlock - 1) / kActBlock);
   for (int block = 0; block < num_blocks; ++block) {
     const int64_t col = static_cast<int64_t>(block) * kActBlock + lane;
-    const float w = col < args.num_cols ? plain_value(args.weights, args.type, row * args.num_cols + col) : 0.0f;
+    const float w = col < args.num_cols
+                        ? plain_value(args.weights, args.type, row * args.num_cols + col)
+                        : 0.0f;
 #pragma unroll
     for (int m = 0; m < kActGroup; ++m) {
       if (m < args.num_tokens) {

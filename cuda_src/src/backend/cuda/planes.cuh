@@ -1,24 +1,25 @@
-// How weights lie in device memory: the quant blocks of GGUF, rearranged without loss and without growth.
+// How weights lie in device memory: the quant blocks of GGUF, rearranged without loss and without
+// growth.
 //
-// A matrix of N rows and K columns is cut into tiles of 16 rows; a tile is a run of units of 16 rows x 64 columns, so a tile, and any
-// range of its columns, is contiguous and every piece starts on 16 bytes. K-quants interleave four units (256 columns, a *chunk*),
-// because their scales belong to 256 columns; for the others a unit stands alone and a chunk is four of them, fewer at the end.
+// A matrix of N rows and K columns is cut into tiles of 16 rows; a tile is a run of units of 16
+// rows x 64 columns, so a tile, and any range of its columns, is contiguous and every piece starts
+// on 16 bytes. K-quants interleave four units (256 columns, a *chunk*), because their scales belong
+// to 256 columns; for the others a unit stands alone and a chunk is four of them, fewer at the end.
 //
-//   type        chunk                                                                               bytes   (raw)
-//   q4_0 unit   lo[512] d[8 g][2 r][2 step] f16                                                       576   16 x 2 x 18
-//   q4_1 unit   lo[512] {d, m}[8 g][2 r][2 step] f16                                                  640   16 x 2 x 20
-//   q5_0 unit   lo[512] hi[128] d[8][2][2]                                                            704   16 x 2 x 22
-//   q5_1 unit   lo[512] hi[128] {d, m}[8][2][2]                                                       768   16 x 2 x 24
-//   q8_0 unit   code[1024] d[8][2][2]                                                                1088   16 x 2 x 34
-//   q4_k chunk  lo[4][512] {d, dmin, scales[12]}[8 g][2 r]                                           2304   16 x 144
-//   q5_k chunk  lo[4][512] hi[4][128] {d, dmin, scales[12]}[8][2]                                    2816   16 x 176
-//   q6_k chunk  lo[4][512] hi[4][256] scales[8][2][16] d[8][2]                                       3360   16 x 210
+//   type        chunk bytes   (raw) q4_0 unit   lo[512] d[8 g][2 r][2 step] f16 576   16 x 2 x 18
+//   q4_1 unit   lo[512] {d, m}[8 g][2 r][2 step] f16 640   16 x 2 x 20 q5_0 unit   lo[512] hi[128]
+//   d[8][2][2]                                                            704   16 x 2 x 22 q5_1
+//   unit   lo[512] hi[128] {d, m}[8][2][2] 768   16 x 2 x 24 q8_0 unit   code[1024] d[8][2][2] 1088
+//   16 x 2 x 34 q4_k chunk  lo[4][512] {d, dmin, scales[12]}[8 g][2 r] 2304   16 x 144 q5_k chunk
+//   lo[4][512] hi[4][128] {d, dmin, scales[12]}[8][2]                                    2816   16
+//   x 176 q6_k chunk  lo[4][512] hi[4][256] scales[8][2][16] d[8][2] 3360   16 x 210
 //
-// Row r of a tile is g = r % 8, r8 = r / 8. Column k of a unit is step = k / 32, h = (k % 32) / 16, t = (k % 16) / 4, j = k % 4.
-// Lane 4g + t of a warp owns, in one 16-byte load, the codes that the A operand of an int8 mma wants of it for two steps:
+// Row r of a tile is g = r % 8, r8 = r / 8. Column k of a unit is step = k / 32, h = (k % 32) / 16,
+// t = (k % 16) / 4, j = k % 4. Lane 4g + t of a warp owns, in one 16-byte load, the codes that the
+// A operand of an int8 mma wants of it for two steps:
 //   lo    byte lane * 16 + (2 * step + r8) * 4 + j, low nibble for h = 0, high nibble for h = 1
-//   hi    q5: bit 4 * step + 2 * h + r8 of byte lane * 4 + j;  q6: bits 2 * (2 * h + r8).. of byte lane * 8 + 4 * step + j
-//   code  byte step * 512 + lane * 16 + (2 * h + r8) * 4 + j
+//   hi    q5: bit 4 * step + 2 * h + r8 of byte lane * 4 + j;  q6: bits 2 * (2 * h + r8).. of byte
+//   lane * 8 + 4 * step + j code  byte step * 512 + lane * 16 + (2 * h + r8) * 4 + j
 // so a register of four codes is one AND, or a shift and an AND, away.
 #pragma once
 
@@ -64,7 +65,8 @@ XLLM_HOST_DEVICE constexpr bool is_k_quant(int type) {
   return type == kWeightQ4_K || type == kWeightQ5_K || type == kWeightQ6_K;
 }
 
-// Offsets of the planes: within a chunk for K-quants (planes hold four units), within a unit for the others.
+// Offsets of the planes: within a chunk for K-quants (planes hold four units), within a unit for
+// the others.
 XLLM_HOST_DEVICE constexpr uint32_t hi_offset(int type) { return is_k_quant(type) ? 2048u : 512u; }
 XLLM_HOST_DEVICE constexpr uint32_t scale_offset(int type) {
   return type == kWeightQ4_0 || type == kWeightQ4_1   ? 512u
@@ -88,7 +90,9 @@ XLLM_HOST_DEVICE UnitPlace unit_place(int row, int col) {
 // ---- one element, for the embedding and for tests ----
 
 // Reads f16 bits at `p` (2-byte aligned).
-XLLM_HOST_DEVICE uint16_t load_u16(const uint8_t *p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
+XLLM_HOST_DEVICE uint16_t load_u16(const uint8_t *p) {
+  return static_cast<uint16_t>(p[0] | p[1] << 8);
+}
 
 // The code of (row, col) of a tile, as stored (unsigned, offset not yet taken off; q8_0 signed).
 XLLM_HOST_DEVICE int tile_code(int type, const uint8_t *tile, int row, int64_t col) {
@@ -105,9 +109,14 @@ XLLM_HOST_DEVICE int tile_code(int type, const uint8_t *tile, int row, int64_t c
   const int h = at.reg >> 1, r8 = at.reg & 1;
   int code = base[within * 512 + at.lane * 16 + (2 * at.step + r8) * 4 + at.j] >> (4 * h) & 15;
   if (type == kWeightQ5_0 || type == kWeightQ5_1 || type == kWeightQ5_K) {
-    code |= (base[hi_offset(type) + within * 128 + at.lane * 4 + at.j] >> (4 * at.step + at.reg) & 1) << 4;
+    code |=
+        (base[hi_offset(type) + within * 128 + at.lane * 4 + at.j] >> (4 * at.step + at.reg) & 1)
+        << 4;
   } else if (type == kWeightQ6_K) {
-    code |= (base[hi_offset(type) + within * 256 + at.lane * 8 + 4 * at.step + at.j] >> (2 * at.reg) & 3) << 4;
+    code |=
+        (base[hi_offset(type) + within * 256 + at.lane * 8 + 4 * at.step + at.j] >> (2 * at.reg) &
+         3)
+        << 4;
   }
   return code;
 }
@@ -124,14 +133,16 @@ XLLM_HOST_DEVICE void k_scale_min(const uint8_t *scales, int s, int *scale, int 
 }
 
 // The value of (row, col) of a tile.
-XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_t col, float (*half_to_float)(uint16_t)) {
+XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_t col,
+                                  float (*half_to_float)(uint16_t)) {
   const int code = tile_code(type, tile, row, col);
   const int g = row & 7, r8 = row >> 3;
   const uint8_t *chunk = tile + col / kChunkCols * chunk_bytes(type);
   const int in_chunk = static_cast<int>(col % kChunkCols);
   if (type == kWeightQ6_K) {
     const float d = half_to_float(load_u16(chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2));
-    const int scale = static_cast<int8_t>(chunk[scale_offset(type) + g * 32 + r8 * 16 + in_chunk / 16]);
+    const int scale =
+        static_cast<int8_t>(chunk[scale_offset(type) + g * 32 + r8 * 16 + in_chunk / 16]);
     return d * static_cast<float>(scale) * static_cast<float>(code - 32);
   }
   if (type == kWeightQ4_K || type == kWeightQ5_K) {
@@ -139,22 +150,26 @@ XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_
     int scale = 0, minimum = 0;
     k_scale_min(p + 4, in_chunk / 32, &scale, &minimum);
     const float factor = half_to_float(load_u16(p)) * static_cast<float>(scale);
-    return factor * static_cast<float>(code) - half_to_float(load_u16(p + 2)) * static_cast<float>(minimum);
+    return factor * static_cast<float>(code) -
+           half_to_float(load_u16(p + 2)) * static_cast<float>(minimum);
   }
-  const uint8_t *unit = chunk + in_chunk / kUnitCols * (chunk_bytes(type) / kUnitsPerChunk) + scale_offset(type);
+  const uint8_t *unit =
+      chunk + in_chunk / kUnitCols * (chunk_bytes(type) / kUnitsPerChunk) + scale_offset(type);
   const int step = in_chunk % kUnitCols / 32;
   if (type == kWeightQ4_1 || type == kWeightQ5_1) {
     const uint8_t *p = unit + g * 16 + r8 * 8 + step * 4;
     return half_to_float(load_u16(p)) * static_cast<float>(code) + half_to_float(load_u16(p + 2));
   }
   const int offset = type == kWeightQ4_0 ? 8 : type == kWeightQ5_0 ? 16 : 0;
-  return half_to_float(load_u16(unit + g * 8 + r8 * 4 + step * 2)) * static_cast<float>(code - offset);
+  return half_to_float(load_u16(unit + g * 8 + r8 * 4 + step * 2)) *
+         static_cast<float>(code - offset);
 }
 
 // ---- what a warp of a matrix kernel reads ----
-// Scales of one chunk (K-quants) or unit (the others) in registers, then per step of 32 columns and for rows g and g + 8: the A
-// registers, the factor dw of the integer dot product, and where the type has one the factor `shift` of the activations' sum (m of
-// q4_1, -dmin * min of q4_k). All products below are exact in f32.
+// Scales of one chunk (K-quants) or unit (the others) in registers, then per step of 32 columns and
+// for rows g and g + 8: the A registers, the factor dw of the integer dot product, and where the
+// type has one the factor `shift` of the activations' sum (m of q4_1, -dmin * min of q4_k). All
+// products below are exact in f32.
 
 #ifdef __CUDACC__
 
@@ -168,7 +183,8 @@ __device__ __forceinline__ float half_bits_to_float(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits & 0xffffu)));
 }
 
-// Bytes 0..15 (or 0..31, 0..63) of four codes each, less kOffset, as int8: the sum stays below 256 and never carries.
+// Bytes 0..15 (or 0..31, 0..63) of four codes each, less kOffset, as int8: the sum stays below 256
+// and never carries.
 template <int kOffset>
 __device__ __forceinline__ uint32_t less_offset(uint32_t codes) {
   if (kOffset == 0) return codes;
@@ -183,10 +199,14 @@ struct WeightTile {
       kType == kWeightQ4_1 || kType == kWeightQ5_1 || kType == kWeightQ4_K || kType == kWeightQ5_K;
   static constexpr bool kHalfBlocks = kType == kWeightQ6_K;  // a scale per 16 columns
   static constexpr int kNumScales = kHalfBlocks ? 2 : 1;
-  static constexpr int kOffset = kType == kWeightQ4_0 ? 8 : kType == kWeightQ5_0 ? 16 : kType == kWeightQ6_K ? 32 : 0;
+  static constexpr int kOffset = kType == kWeightQ4_0   ? 8
+                                 : kType == kWeightQ5_0 ? 16
+                                 : kType == kWeightQ6_K ? 32
+                                                        : 0;
   static constexpr uint32_t kUnitBytes = chunk_bytes(kType) / kUnitsPerChunk;
 
-  // q4_k, q5_k: scale and minimum bytes of sub-blocks 0-3 and 4-7. q6_k: 16 scales, sign bit flipped. Others: f16 pairs.
+  // q4_k, q5_k: scale and minimum bytes of sub-blocks 0-3 and 4-7. q6_k: 16 scales, sign bit
+  // flipped. Others: f16 pairs.
   struct Scales {
     uint32_t word[2][4];
     float d[2], dmin[2];
@@ -232,19 +252,22 @@ struct WeightTile {
 
   // Factors of step kStep (0..7 of a chunk for K-quants, 0..1 of a unit): dw[r8][half], shift[r8].
   template <int kStep>
-  static __device__ __forceinline__ void step_scales(const Scales &s, float (&dw)[2][kNumScales], float (&shift)[2]) {
+  static __device__ __forceinline__ void step_scales(const Scales &s, float (&dw)[2][kNumScales],
+                                                     float (&shift)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (kType == kWeightQ4_K || kType == kWeightQ5_K) {
         constexpr float kBias = 8388608.0f;
-        dw[r][0] = __fmaf_rn(biased_byte<kStep & 3>(s.word[r][(kStep >> 2) & 1]), s.d[r], -__fmul_rn(kBias, s.d[r]));
-        shift[r] =
-            __fmaf_rn(biased_byte<kStep & 3>(s.word[r][2 + ((kStep >> 2) & 1)]), -s.dmin[r], __fmul_rn(kBias, s.dmin[r]));
+        dw[r][0] = __fmaf_rn(biased_byte<kStep & 3>(s.word[r][(kStep >> 2) & 1]), s.d[r],
+                             -__fmul_rn(kBias, s.d[r]));
+        shift[r] = __fmaf_rn(biased_byte<kStep & 3>(s.word[r][2 + ((kStep >> 2) & 1)]), -s.dmin[r],
+                             __fmul_rn(kBias, s.dmin[r]));
       } else if (kType == kWeightQ6_K) {
         constexpr float kBias = 8388608.0f + 128.0f;
         const uint32_t word = s.word[r][(kStep >> 1) & 3];
         dw[r][0] = __fmul_rn(__fsub_rn(biased_byte<2 * (kStep & 1)>(word), kBias), s.d[r]);
-        dw[r][kNumScales - 1] = __fmul_rn(__fsub_rn(biased_byte<2 * (kStep & 1) + 1>(word), kBias), s.d[r]);
+        dw[r][kNumScales - 1] =
+            __fmul_rn(__fsub_rn(biased_byte<2 * (kStep & 1) + 1>(word), kBias), s.d[r]);
       } else if (kHasMin) {
         dw[r][0] = half_bits_to_float(s.word[r][kStep & 1]);
         shift[r] = half_bits_to_float(s.word[r][kStep & 1] >> 16);
@@ -255,7 +278,8 @@ struct WeightTile {
   }
 
   // A registers of both steps of unit `u` of the chunk at `chunk`.
-  static __device__ __forceinline__ void load_codes(const uint8_t *chunk, int u, int lane, uint32_t (&a)[2][4]) {
+  static __device__ __forceinline__ void load_codes(const uint8_t *chunk, int u, int lane,
+                                                    uint32_t (&a)[2][4]) {
     const uint8_t *base = kKQuant ? chunk : chunk + u * kUnitBytes;
     const int within = kKQuant ? u : 0;
     if (kType == kWeightQ8_0) {
@@ -273,9 +297,11 @@ struct WeightTile {
     const uint32_t lo[4] = {v.x, v.y, v.z, v.w};
     uint32_t hi[2] = {0, 0};
     if (kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K) {
-      hi[0] = *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
+      hi[0] =
+          *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
     } else if (kType == kWeightQ6_K) {
-      const uint2 w = *reinterpret_cast<const uint2 *>(base + hi_offset(kType) + within * 256 + lane * 8);
+      const uint2 w =
+          *reinterpret_cast<const uint2 *>(base + hi_offset(kType) + within * 256 + lane * 8);
       hi[0] = w.x;
       hi[1] = w.y;
     }

@@ -5,7 +5,8 @@
 
 namespace xllm::cuda {
 
-void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int layer, const KvView &kv, const ForwardBatch & /*batch*/) {
+void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int layer,
+                      const KvView &kv, const ForwardBatch & /*batch*/) {
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 2, layer, kv.base, kv.layout.block_bytes(), kv.layout.block_size)) return;
@@ -48,8 +49,9 @@ void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int lay
     part.kv_indices += first;
     part.q += static_cast<int64_t>(first) * dims.num_heads * dims.head_dim;
     launch_kernel(launch(), "qkv_rows", qkv_rows_kernel,
-                  dim3(static_cast<unsigned>((heads + kQkvWarps - 1) / kQkvWarps), static_cast<unsigned>(count)), kQkvWarps * kWarp, 0,
-                  part);
+                  dim3(static_cast<unsigned>((heads + kQkvWarps - 1) / kQkvWarps),
+                       static_cast<unsigned>(count)),
+                  kQkvWarps * kWarp, 0, part);
   }
 }
 

@@ -14,7 +14,7 @@ struct RopeView {
 };
 
 struct QkvArgs {
-  const float *qkv;           // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], bias added
+  const float *qkv;  // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], bias added
   const float *q_norm, *k_norm;  // [head_dim] or null
   float eps;
   int num_heads, head_dim;
@@ -22,13 +22,14 @@ struct QkvArgs {
   const int32_t *positions;   // [num_tokens], < 0: no token here
   const int64_t *kv_indices;  // [num_tokens], < 0: not written
   KvPages kv;
-  __half *q;                  // [num_tokens, num_heads, head_dim]
+  __half *q;  // [num_tokens, num_heads, head_dim]
 };
 
 constexpr int kQkvWarps = 8;
 
 // One warp per head; grid: x heads / 8, y tokens.
-__global__ void __launch_bounds__(kQkvWarps *kWarp) qkv_rows_kernel(const __grid_constant__ QkvArgs args) {
+__global__ void __launch_bounds__(kQkvWarps *kWarp)
+    qkv_rows_kernel(const __grid_constant__ QkvArgs args) {
   __shared__ float heads[kQkvWarps][kMaxHeadDim];
   let_next_kernel_start();
   wait_for_previous_kernel();

@@ -7,7 +7,8 @@ namespace xllm {
 namespace cuda {
 
 // Plain quantisation of f32 rows; grid: tokens.
-__global__ void __launch_bounds__(256) quantize_rows_kernel(const float *x, int num_cols, ActView act) {
+__global__ void __launch_bounds__(256)
+    quantize_rows_kernel(const float *x, int num_cols, ActView act) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int lane = static_cast<int>(threadIdx.x) & 31;

@@ -1,9 +1,8 @@
-#include "backend/cuda/repack.h"
-
 #include <cstring>
 
 #include "backend/cuda/cuda_check.h"
 #include "backend/cuda/repack.cuh"
+#include "backend/cuda/repack.h"
 #include "base/checked.h"
 #include "base/half.h"
 
@@ -13,20 +12,24 @@ namespace {
 
 // ---- kernels ----
 
-// One 4-byte word of a tile per thread; grid.y = tiles. Runs once per matrix, at the speed of the upload.
-__global__ void __launch_bounds__(256) repack_kernel(RawRows raw, uint8_t *tiles, int64_t tile_size) {
+// One 4-byte word of a tile per thread; grid.y = tiles. Runs once per matrix, at the speed of the
+// upload.
+__global__ void __launch_bounds__(256)
+    repack_kernel(RawRows raw, uint8_t *tiles, int64_t tile_size) {
   wait_for_previous_kernel();
   const int64_t offset = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
   if (offset >= tile_size) return;
   uint32_t word = 0;
 #pragma unroll 1
-  for (int i = 0; i < 4; ++i) word |= static_cast<uint32_t>(packed_byte(raw, blockIdx.y, offset + i)) << (8 * i);
-  *reinterpret_cast<uint32_t *>(tiles + static_cast<int64_t>(blockIdx.y) * tile_size + offset) = word;
+  for (int i = 0; i < 4; ++i)
+    word |= static_cast<uint32_t>(packed_byte(raw, blockIdx.y, offset + i)) << (8 * i);
+  *reinterpret_cast<uint32_t *>(tiles + static_cast<int64_t>(blockIdx.y) * tile_size + offset) =
+      word;
 }
 
 RawRows raw_rows(DType dtype, const uint8_t *data, int64_t num_rows, int64_t num_cols) {
-  return {data, static_cast<int64_t>(dtype_bytes(dtype, static_cast<uint64_t>(num_cols))), num_rows, num_cols,
-          static_cast<int>(dtype)};
+  return {data, static_cast<int64_t>(dtype_bytes(dtype, static_cast<uint64_t>(num_cols))), num_rows,
+          num_cols, static_cast<int>(dtype)};
 }
 
 }  // namespace
@@ -72,7 +75,8 @@ uint64_t device_bytes(const MatrixView &matrix) {
   return ceil_div(static_cast<uint64_t>(matrix.rows), kTileRows) * tile_bytes(type, matrix.cols);
 }
 
-void repack(DType dtype, const uint8_t *raw, int64_t num_rows, int64_t num_cols, uint8_t *tiles, cudaStream_t stream) {
+void repack(DType dtype, const uint8_t *raw, int64_t num_rows, int64_t num_cols, uint8_t *tiles,
+            cudaStream_t stream) {
   const int64_t size = static_cast<int64_t>(tile_bytes(weight_type_of(dtype), num_cols));
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   constexpr int64_t kMaxGridY = 32768;
@@ -88,7 +92,8 @@ void repack(DType dtype, const uint8_t *raw, int64_t num_rows, int64_t num_cols,
 
 std::vector<uint8_t> repack_on_host(const MatrixView &matrix) {
   const int64_t size = static_cast<int64_t>(tile_bytes(weight_type_of(matrix.dtype), matrix.cols));
-  const RawRows rows = raw_rows(matrix.dtype, static_cast<const uint8_t *>(matrix.data), matrix.rows, matrix.cols);
+  const RawRows rows =
+      raw_rows(matrix.dtype, static_cast<const uint8_t *>(matrix.data), matrix.rows, matrix.cols);
   std::vector<uint8_t> tiles(device_bytes(matrix));
   for (int64_t i = 0; i < static_cast<int64_t>(tiles.size()); ++i) {
     tiles[static_cast<size_t>(i)] = packed_byte(rows, i / size, i % size);
@@ -96,12 +101,15 @@ std::vector<uint8_t> repack_on_host(const MatrixView &matrix) {
   return tiles;
 }
 
-float tile_value_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, int64_t row, int64_t col) {
-  const uint8_t *tile = tiles + static_cast<uint64_t>(row / kTileRows) * tile_bytes(weight_type, num_cols);
+float tile_value_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, int64_t row,
+                         int64_t col) {
+  const uint8_t *tile =
+      tiles + static_cast<uint64_t>(row / kTileRows) * tile_bytes(weight_type, num_cols);
   return tile_value(weight_type, tile, static_cast<int>(row % kTileRows), col, half_to_float);
 }
 
-std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &tiles, int64_t num_rows, int64_t num_cols) {
+std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &tiles,
+                                    int64_t num_rows, int64_t num_cols) {
   const DTypeInfo &info = dtype_info(dtype);
   const int type = weight_type_of(dtype);
   const uint64_t row_bytes = dtype_bytes(dtype, static_cast<uint64_t>(num_cols));
@@ -111,9 +119,11 @@ std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &til
     const uint8_t *tile = tiles.data() + static_cast<uint64_t>(row / kTileRows) * size;
     const int r = static_cast<int>(row % kTileRows), g = r & 7, r8 = r >> 3;
     for (int64_t col = 0; col < num_cols; col += info.block_elems) {
-      uint8_t *block = raw.data() + static_cast<uint64_t>(row) * row_bytes + static_cast<uint64_t>(col) / info.block_elems * info.block_bytes;
+      uint8_t *block = raw.data() + static_cast<uint64_t>(row) * row_bytes +
+                       static_cast<uint64_t>(col) / info.block_elems * info.block_bytes;
       const uint8_t *chunk = tile + col / kChunkCols * chunk_bytes(type);
-      const uint8_t *unit = chunk + col % kChunkCols / kUnitCols * (chunk_bytes(type) / kUnitsPerChunk);
+      const uint8_t *unit =
+          chunk + col % kChunkCols / kUnitCols * (chunk_bytes(type) / kUnitsPerChunk);
       const int step = static_cast<int>(col % kUnitCols / 32);
       // Scales.
       if (type == kWeightQ6_K) {
@@ -130,7 +140,9 @@ std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &til
       for (int e = 0; e < static_cast<int>(info.block_elems); ++e) {
         const int code = tile_code(type, tile, r, col + e);
         const int k = e % 32, nibble = 4 * (k >> 4);
-        const auto put = [&](int at, int bits) { block[at] = static_cast<uint8_t>(block[at] | bits); };
+        const auto put = [&](int at, int bits) {
+          block[at] = static_cast<uint8_t>(block[at] | bits);
+        };
         switch (type) {
           case kWeightQ4_0:
             put(2 + (k & 15), code << nibble);

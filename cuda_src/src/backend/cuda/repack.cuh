@@ -1,4 +1,5 @@
-// Quant blocks of a file to tiles (planes.cuh) and back: byte by byte, the same code on the GPU and on the host.
+// Quant blocks of a file to tiles (planes.cuh) and back: byte by byte, the same code on the GPU and
+// on the host.
 #pragma once
 
 #include "backend/cuda/planes.cuh"
@@ -6,8 +7,9 @@
 namespace xllm {
 namespace cuda {
 
-// GGUF's numbers (tensor/dtype.h) of the types that become tiles. Two have no kernels of their own and become a type that holds their
-// values exactly: iq4_nl as q8_0 (the code book's values are int8), q3_k as q6_k (its codes and scales are narrower).
+// GGUF's numbers (tensor/dtype.h) of the types that become tiles. Two have no kernels of their own
+// and become a type that holds their values exactly: iq4_nl as q8_0 (the code book's values are
+// int8), q3_k as q6_k (its codes and scales are narrower).
 enum SourceType : int {
   kSourceQ4_0 = 2,
   kSourceQ4_1 = 3,
@@ -31,14 +33,14 @@ struct RawRows {
 };
 
 XLLM_HOST_DEVICE constexpr int tile_type_of(int source) {
-  return source == kSourceQ4_0                               ? kWeightQ4_0
-         : source == kSourceQ4_1                             ? kWeightQ4_1
-         : source == kSourceQ5_0                             ? kWeightQ5_0
-         : source == kSourceQ5_1                             ? kWeightQ5_1
+  return source == kSourceQ4_0                              ? kWeightQ4_0
+         : source == kSourceQ4_1                            ? kWeightQ4_1
+         : source == kSourceQ5_0                            ? kWeightQ5_0
+         : source == kSourceQ5_1                            ? kWeightQ5_1
          : source == kSourceQ8_0 || source == kSourceIQ4_NL ? kWeightQ8_0
-         : source == kSourceQ4_K                             ? kWeightQ4_K
-         : source == kSourceQ5_K                             ? kWeightQ5_K
-                                                             : kWeightQ6_K;
+         : source == kSourceQ4_K                            ? kWeightQ4_K
+         : source == kSourceQ5_K                            ? kWeightQ5_K
+                                                            : kWeightQ6_K;
 }
 
 // First byte of the quant block that holds (row, col).
@@ -87,7 +89,8 @@ XLLM_HOST_DEVICE int raw_code(const RawRows &raw, int64_t row, int64_t col) {
     case kSourceQ4_K:
       return block[16 + e / 64 * 32 + k] >> (4 * (e / 32 & 1)) & 15;
     case kSourceQ5_K:
-      return (block[48 + e / 64 * 32 + k] >> (4 * (e / 32 & 1)) & 15) | (block[16 + k] >> (e / 32) & 1) << 4;
+      return (block[48 + e / 64 * 32 + k] >> (4 * (e / 32 & 1)) & 15) |
+             (block[16 + k] >> (e / 32) & 1) << 4;
     default: {  // q6_k
       const int part = e % 128 / 32;
       const int low = block[e / 128 * 64 + 32 * (part & 1) + k] >> (4 * (part >> 1)) & 15;
@@ -97,8 +100,8 @@ XLLM_HOST_DEVICE int raw_code(const RawRows &raw, int64_t row, int64_t col) {
   }
 }
 
-// Byte `index` of the scale fields of the block at (row, col): d for q4_0, q5_0, q8_0; d, m for q4_1, q5_1; d, dmin and the packed
-// scales for q4_k, q5_k; for q6_k the 16 scales, then d.
+// Byte `index` of the scale fields of the block at (row, col): d for q4_0, q5_0, q8_0; d, m for
+// q4_1, q5_1; d, dmin and the packed scales for q4_k, q5_k; for q6_k the 16 scales, then d.
 XLLM_HOST_DEVICE uint8_t raw_scale_byte(const RawRows &raw, int64_t row, int64_t col, int index) {
   if (row >= raw.num_rows || col >= raw.num_cols) return 0;
   const uint8_t *block = raw_block(raw, row, col);
@@ -126,13 +129,15 @@ XLLM_HOST_DEVICE uint8_t packed_byte(const RawRows &raw, int64_t tile, int64_t o
   if (at < lo_bytes) {
     if (type == kWeightQ8_0) {
       const int lane = at % 512 / 16, reg = at % 16 / 4, j = at % 4;
-      return static_cast<uint8_t>(raw_code(raw, row0 + lane / 4 + 8 * (reg & 1),
-                                           col0 + at / 512 * 32 + (reg >> 1) * 16 + lane % 4 * 4 + j));
+      return static_cast<uint8_t>(
+          raw_code(raw, row0 + lane / 4 + 8 * (reg & 1),
+                   col0 + at / 512 * 32 + (reg >> 1) * 16 + lane % 4 * 4 + j));
     }
     const int lane = at % 512 / 16, word = at % 16 / 4, j = at % 4;
     const int64_t row = row0 + lane / 4 + 8 * (word & 1);
     const int64_t col = col0 + at / 512 * kUnitCols + (word >> 1) * 32 + lane % 4 * 4 + j;
-    return static_cast<uint8_t>((raw_code(raw, row, col) & 15) | (raw_code(raw, row, col + 16) & 15) << 4);
+    return static_cast<uint8_t>((raw_code(raw, row, col) & 15) | (raw_code(raw, row, col + 16) & 15)
+                                                                     << 4);
   }
   if (at < static_cast<int>(scale_offset(type))) {  // high bits
     const int in = at - static_cast<int>(hi_offset(type));

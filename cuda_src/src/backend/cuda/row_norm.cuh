@@ -6,13 +6,17 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kRowThreads = 1024;  // constant: the tree of a row's sum must not depend on anything but the row
+constexpr int kRowThreads =
+    1024;  // constant: the tree of a row's sum must not depend on anything but the row
 constexpr int kRowWarps = kRowThreads / kWarp;
 
-// act = Q(rms_norm(x) * weight). Warp w holds the row's blocks w, w + 32, ...: v[i] is element 32 * (w + 32 * i) + lane.
+// act = Q(rms_norm(x) * weight). Warp w holds the row's blocks w, w + 32, ...: v[i] is element 32 *
+// (w + 32 * i) + lane.
 template <int kPerThread>
-__device__ __forceinline__ void norm_and_quantize(const float (&v)[kPerThread], const float (&weight)[kPerThread], int num_cols, float eps,
-                                                  const ActView &act, int token, float *shared) {
+__device__ __forceinline__ void norm_and_quantize(const float (&v)[kPerThread],
+                                                  const float (&weight)[kPerThread], int num_cols,
+                                                  float eps, const ActView &act, int token,
+                                                  float *shared) {
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   float sum = 0;
 #pragma unroll
@@ -32,14 +36,16 @@ template <int kPerThread>
 __device__ __forceinline__ void load_row(const float *row, int num_cols, float (&v)[kPerThread]) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const int col = (static_cast<int>(threadIdx.x >> 5) + kRowWarps * i) * kActBlock + static_cast<int>(threadIdx.x & 31);
+    const int col = (static_cast<int>(threadIdx.x >> 5) + kRowWarps * i) * kActBlock +
+                    static_cast<int>(threadIdx.x & 31);
     v[i] = col < num_cols ? row[col] : 0.0f;
   }
 }
 
 // x [num_tokens, num_cols] f32, weight [num_cols]; grid: tokens.
 template <int kPerThread>
-__global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const float *x, const float *weight, int num_cols, float eps, ActView act) {
+__global__ void __launch_bounds__(kRowThreads)
+    rms_norm_kernel(const float *x, const float *weight, int num_cols, float eps, ActView act) {
   __shared__ float shared[kRowWarps];
   float w[kPerThread], v[kPerThread];
   load_row(weight, num_cols, w);

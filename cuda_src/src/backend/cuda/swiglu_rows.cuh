@@ -7,7 +7,8 @@ namespace xllm {
 namespace cuda {
 
 // act = Q(silu(gate) * up), gate_up [num_tokens, 2 * num_cols]: gate, then up.
-__global__ void __launch_bounds__(256) swiglu_rows_kernel(const float *gate_up, int num_cols, ActView act) {
+__global__ void __launch_bounds__(256)
+    swiglu_rows_kernel(const float *gate_up, int num_cols, ActView act) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int lane = static_cast<int>(threadIdx.x) & 31;
