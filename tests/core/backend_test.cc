@@ -353,6 +353,42 @@ INSTANTIATE_TEST_SUITE_P(
                       Invariance{DType::kQ4_1, KvType::kF32, WeightForm::kDequantized, false}),
     invariance_name);
 
+// Contexts of several splits: one thread takes a row's splits in turn, eight share them.
+class LongContextTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(LongContextTest, SplitsOnManyThreadsGiveTheBytesOfOne) {
+  TinyOptions options;
+  options.num_heads = 2;
+  options.num_kv_heads = 1;
+  options.num_layers = 1;
+  options.sliding_window = GetParam();
+  const TinyModel model(options);
+  const std::vector<std::vector<int32_t>> prompts = {model.prompt(700, 16), model.prompt(2, 17),
+                                                     model.prompt(258, 18)};
+  RunOptions run;
+  run.num_threads = 1;
+  run.is_together = false;
+  const std::vector<std::vector<float>> expected = Runner(model, run).logits(prompts);
+  for (const int chunk : {1, 3, 700}) {
+    for (const bool is_together : {false, true}) {
+      run.num_threads = 8;
+      run.chunk = chunk;
+      run.is_together = is_together;
+      const std::vector<std::vector<float>> found = Runner(model, run).logits(prompts);
+      for (size_t s = 0; s < prompts.size(); ++s) {
+        EXPECT_TRUE(same_bytes(expected[s], found[s]))
+            << "chunks of " << chunk << ", sequence " << s;
+      }
+    }
+  }
+  run.form = WeightForm::kDequantized;
+  run.kv_type = KvType::kF32;
+  EXPECT_LT(relative_error(Runner(model, run).logits({prompts[0]})[0], model.reference(prompts[0])),
+            1e-5);
+}
+
+INSTANTIATE_TEST_SUITE_P(Windows, LongContextTest, ::testing::Values(0, 300, 600));
+
 // ---- cases from the field ----
 
 // Dot products of 3e7 and block sums of 128,000: everything between stays f32.

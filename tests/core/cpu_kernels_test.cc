@@ -378,7 +378,7 @@ TEST_P(KvRowTest, RowsComeBackWithinTheBoundOfTheirType) {
         if (offset == 3) std::fill(row.begin(), row.end(), 0.0f);
         kernels->store_kv(layout, row.data(), offset, page.data());
         std::vector<float> back(row.size());
-        kernels->load_kv(layout, page.data(), offset, back.data());
+        kernels->load_kv(layout, page.data(), offset, 1, back.data());
         for (size_t i = 0; i < row.size(); ++i) {
           const size_t group = i / kKvGroup * kKvGroup;
           float largest = 0;
@@ -461,6 +461,37 @@ TEST(AttentionTest, TilesMatchFloat64AndEverySetGivesTheSameBytes) {
       out.push_back(state.denominator);
       if (first.empty()) first = out;
       ASSERT_TRUE(same_bytes(first, out)) << kernels->name << " " << head_dim;
+    }
+  }
+}
+
+// Two parts merged are the whole: softmax over the union of their keys.
+TEST(AttentionTest, MergedPartsAreTheSoftmaxOfTheirUnion) {
+  for (const int head_dim : {64, 20}) {
+    const int n = 2 * cpu::kKeyTile;
+    const std::vector<float> q = random_row(head_dim, 1, 1), k = random_row(n * head_dim, 1, 2),
+                             v = random_row(n * head_dim, 1, 3);
+    std::vector<float> first;
+    for (const Kernels *kernels : all_kernels()) {
+      std::vector<float> whole(static_cast<size_t>(head_dim)), a = whole, b = whole;
+      cpu::AttentionState one = {-HUGE_VALF, 0, whole.data()}, left = {-HUGE_VALF, 0, a.data()},
+                          right = {-HUGE_VALF, 0, b.data()};
+      const int64_t half = int64_t{cpu::kKeyTile} * head_dim;
+      const auto attend = [&](int64_t at, cpu::AttentionState *state) {
+        kernels->attend_tile(q.data(), k.data() + at, v.data() + at, head_dim, 0, cpu::kKeyTile,
+                             0.5f, state);
+      };
+      attend(0, &one);
+      attend(half, &one);
+      attend(0, &left);
+      attend(half, &right);
+      kernels->merge_attention(&left, right, head_dim);
+      EXPECT_NEAR(left.denominator, one.denominator, 1e-5 * one.denominator);
+      for (size_t c = 0; c < whole.size(); ++c) {
+        EXPECT_NEAR(a[c] / left.denominator, whole[c] / one.denominator, 2e-6);
+      }
+      if (first.empty()) first = a;
+      EXPECT_TRUE(same_bytes(first, a)) << kernels->name;
     }
   }
 }

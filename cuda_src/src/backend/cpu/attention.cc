@@ -1,7 +1,7 @@
 // act = Q(softmax(q k^T * scale) v) over each row's cached keys: online softmax (arXiv:1805.02867)
-// over tiles of kKeyTile keys whose boundaries are absolute positions, so a row's additions depend
-// on its position alone. A tile is read from the cache once for all rows and heads of a piece of
-// work; no scratch grows with the context.
+// over tiles of kKeyTile keys, begun anew every kKeySplit keys and merged in ascending order
+// (arXiv:2311.01282). All boundaries are absolute positions, so a row's additions depend on its
+// position alone. A tile is read from the cache once for all rows and heads of a piece of work.
 #include <algorithm>
 #include <cmath>
 
@@ -11,20 +11,36 @@
 namespace xllm::cpu {
 namespace {
 
-// One piece of work: rows [first_row, first_row + num_rows) of one sequence by heads [first_head,
-// first_head + num_heads), which share a KV head.
-struct Piece {
-  int seq;
-  int first_row, num_rows;
-  int first_head, num_heads;
-};
-
 struct Inputs {
   const Kernels *kernels;
   const ModelDims *dims;
   const KvView *kv;
   const ForwardBatch *batch;
+  CpuWorkspace *ws;
   int layer;
+
+  int group() const { return dims->num_heads / dims->num_kv_heads; }
+  int position(int row) const { return batch->positions[static_cast<size_t>(row)]; }
+  // First key that a row attends to.
+  int first_key(int row) const {
+    return dims->sliding_window > 0 ? std::max(0, position(row) - dims->sliding_window + 1) : 0;
+  }
+  int first_split(int row) const { return first_key(row) / kKeySplit; }
+  int end_split(int row) const { return position(row) / kKeySplit + 1; }
+  AttentionState part(float *floats) const {
+    return {floats[dims->head_dim], floats[dims->head_dim + 1], floats};
+  }
+  void keep(const AttentionState &state) const {
+    state.out[dims->head_dim] = state.max;
+    state.out[dims->head_dim + 1] = state.denominator;
+  }
+};
+
+// Consecutive rows of one sequence by the heads of one KV head.
+struct Piece {
+  int seq;
+  int first_row, num_rows;
+  int kv_head;
 };
 
 // Keys [lo, hi) of the tile at `start` as f32 rows of k and v, through the block table.
@@ -32,67 +48,124 @@ void load_tile(const Inputs &in, const Piece &piece, int start, int lo, int hi, 
                float *v) {
   const KvView &kv = *in.kv;
   const int block_size = kv.layout.block_size, head_dim = kv.layout.head_dim;
-  const int kv_head = piece.first_head / (in.dims->num_heads / in.dims->num_kv_heads);
   const int32_t *table = in.batch->block_tables.data() +
                          static_cast<size_t>(piece.seq) * static_cast<size_t>(in.batch->max_blocks);
-  for (int j = lo; j < hi; ++j) {
+  for (int j = lo; j < hi;) {
     const int block = table[(start + j) / block_size], offset = (start + j) % block_size;
-    in.kernels->load_kv(kv.layout, kv.k_page(in.layer, block, kv_head), offset,
-                        k + int64_t{j} * head_dim);
-    in.kernels->load_kv(kv.layout, kv.v_page(in.layer, block, kv_head), offset,
-                        v + int64_t{j} * head_dim);
+    const int count = std::min(hi - j, block_size - offset);
+    const int64_t at = int64_t{j} * head_dim;
+    in.kernels->load_kv(kv.layout, kv.k_page(in.layer, block, piece.kv_head), offset, count,
+                        k + at);
+    in.kernels->load_kv(kv.layout, kv.v_page(in.layer, block, piece.kv_head), offset, count,
+                        v + at);
+    j += count;
   }
 }
 
-// First key that a row at `position` attends to.
-int first_key(const ModelDims &dims, int position) {
-  return dims.sliding_window > 0 ? std::max(0, position - dims.sliding_window + 1) : 0;
-}
-
-void attend_piece(const Inputs &in, const Piece &piece, CpuWorkspace &ws, float *scratch) {
-  const ModelDims &dims = *in.dims;
-  const int head_dim = dims.head_dim;
-  float *k = scratch, *v = k + int64_t{kKeyTile} * head_dim;
-  float *max = v + int64_t{kKeyTile} * head_dim,
-        *denominator = max + piece.num_rows * piece.num_heads;
-  const auto out_row = [&](int r) {
-    return ws.attn_act().f(piece.first_row + r) + int64_t{piece.first_head} * head_dim;
-  };
-
+// The parts of one split: parts[r] holds those of the group's heads for row r, where the row
+// reaches into the split. `tiles` is 2 * kKeyTile * head_dim floats of scratch.
+void attend_split(const Inputs &in, const Piece &piece, int split, float *const *parts,
+                  float *tiles) {
+  const int head_dim = in.dims->head_dim, group = in.group();
+  const int64_t stride = part_floats(*in.dims);
   for (int r = 0; r < piece.num_rows; ++r) {
-    std::fill_n(out_row(r), piece.num_heads * head_dim, 0.0f);
+    for (int h = 0; h < group; ++h) {
+      float *part = parts[r] + h * stride;
+      std::fill_n(part, head_dim, 0.0f);
+      in.keep({-HUGE_VALF, 0, part});
+    }
   }
-  std::fill_n(max, piece.num_rows * piece.num_heads, -HUGE_VALF);
-  std::fill_n(denominator, piece.num_rows * piece.num_heads, 0.0f);
-
-  const int32_t *positions = in.batch->positions.data() + piece.first_row;
-  const int last = positions[piece.num_rows - 1];
-  const int first = first_key(dims, positions[0]);
-  for (int start = first / kKeyTile * kKeyTile; start <= last; start += kKeyTile) {
-    load_tile(in, piece, start, std::max(0, first - start), std::min(kKeyTile, last + 1 - start), k,
-              v);
+  float *k = tiles, *v = k + int64_t{kKeyTile} * head_dim;
+  const int last_row = piece.first_row + piece.num_rows - 1;
+  const int first = std::max(split * kKeySplit, in.first_key(piece.first_row));
+  const int end = std::min((split + 1) * kKeySplit, in.position(last_row) + 1);
+  for (int start = first / kKeyTile * kKeyTile; start < end; start += kKeyTile) {
+    load_tile(in, piece, start, std::max(0, first - start), std::min(kKeyTile, end - start), k, v);
     for (int r = 0; r < piece.num_rows; ++r) {
-      const int lo = std::max(0, first_key(dims, positions[r]) - start);
-      const int hi = std::min(kKeyTile, positions[r] + 1 - start);
+      const int row = piece.first_row + r;
+      const int lo = std::max(0, in.first_key(row) - start);
+      const int hi = std::min(kKeyTile, in.position(row) + 1 - start);
       if (lo >= hi) continue;
-      for (int h = 0; h < piece.num_heads; ++h) {
-        const int i = r * piece.num_heads + h;
-        AttentionState state = {max[i], denominator[i], out_row(r) + int64_t{h} * head_dim};
-        in.kernels->attend_tile(
-            ws.q(piece.first_row + r) + int64_t{piece.first_head + h} * head_dim, k, v, head_dim,
-            lo, hi, dims.attention_scale, &state);
-        max[i] = state.max;
-        denominator[i] = state.denominator;
+      for (int h = 0; h < group; ++h) {
+        const float *q = in.ws->q(row) + int64_t{piece.kv_head * group + h} * head_dim;
+        AttentionState state = in.part(parts[r] + h * stride);
+        in.kernels->attend_tile(q, k, v, head_dim, lo, hi, in.dims->attention_scale, &state);
+        in.keep(state);
+      }
+    }
+  }
+}
+
+// Adds the part of a later split to what came before, or begins with it.
+void fold_part(const Inputs &in, bool is_first, float *sum, float *part) {
+  if (is_first) {
+    std::copy_n(part, part_floats(*in.dims), sum);
+    return;
+  }
+  AttentionState into = in.part(sum);
+  in.kernels->merge_attention(&into, in.part(part), in.dims->head_dim);
+  in.keep(into);
+}
+
+// Divides by the denominator; the result is the head's piece of the activations.
+void finish_head(const Inputs &in, int row, int head, const float *sum) {
+  const int head_dim = in.dims->head_dim;
+  float *out = in.ws->attn_act().f(row) + int64_t{head} * head_dim;
+  const float inverse = 1.0f / sum[head_dim + 1];
+  for (int c = 0; c < head_dim; ++c) out[c] = sum[c] * inverse;
+}
+
+// All splits of a piece, one after the other.
+void attend_piece(const Inputs &in, const Piece &piece, float *scratch) {
+  const int group = in.group();
+  const int64_t stride = part_floats(*in.dims);
+  float *parts_memory = scratch + int64_t{2} * kKeyTile * in.dims->head_dim;
+  float *sums = parts_memory + kQueryRows * group * stride;
+  float *parts[kQueryRows];
+  for (int r = 0; r < kQueryRows; ++r) parts[r] = parts_memory + r * group * stride;
+
+  const int last_row = piece.first_row + piece.num_rows - 1;
+  for (int split = in.first_split(piece.first_row); split < in.end_split(last_row); ++split) {
+    attend_split(in, piece, split, parts, scratch);
+    for (int r = 0; r < piece.num_rows; ++r) {
+      const int row = piece.first_row + r;
+      if (split < in.first_split(row) || split >= in.end_split(row)) continue;
+      for (int h = 0; h < group; ++h) {
+        fold_part(in, split == in.first_split(row), sums + (r * group + h) * stride,
+                  parts[r] + h * stride);
       }
     }
   }
   for (int r = 0; r < piece.num_rows; ++r) {
-    for (int h = 0; h < piece.num_heads; ++h) {
-      float *out = out_row(r) + int64_t{h} * head_dim;
-      const float inverse = 1.0f / denominator[r * piece.num_heads + h];
-      for (int c = 0; c < head_dim; ++c) out[c] *= inverse;
+    for (int h = 0; h < group; ++h) {
+      finish_head(in, piece.first_row + r, piece.kv_head * group + h,
+                  sums + (r * group + h) * stride);
     }
   }
+}
+
+// The rows of block `index`, counted over all sequences.
+Piece find_rows(const ForwardBatch &batch, int64_t index) {
+  Piece piece = {0, 0, 0, 0};
+  for (;; ++piece.seq) {
+    const auto s = static_cast<size_t>(piece.seq);
+    const int first = batch.query_start[s], end = batch.query_start[s + 1];
+    const int64_t blocks = (end - first + kQueryRows - 1) / kQueryRows;
+    if (index < blocks) {
+      piece.first_row = first + static_cast<int>(index) * kQueryRows;
+      piece.num_rows = std::min(kQueryRows, end - piece.first_row);
+      return piece;
+    }
+    index -= blocks;
+  }
+}
+
+int64_t count_row_blocks(const ForwardBatch &batch) {
+  int64_t blocks = 0;
+  for (size_t s = 0; s + 1 < batch.query_start.size(); ++s) {
+    blocks += (batch.query_start[s + 1] - batch.query_start[s] + kQueryRows - 1) / kQueryRows;
+  }
+  return blocks;
 }
 
 }  // namespace
@@ -102,47 +175,101 @@ void CpuBackend::attention(Workspace &ws_base, const WeightSet &weights_base, in
   CpuWorkspace &ws = as_cpu(ws_base);
   const CpuWeights &weights = as_cpu(weights_base);
   const ModelDims &dims = weights.dims();
-  const Inputs in = {kernels_, &dims, &kv, &batch, layer};
-  const int group = dims.num_heads / dims.num_kv_heads;
+  const Inputs in = {kernels_, &dims, &kv, &batch, &ws, layer};
+  const int group = in.group();
+  const int64_t num_blocks = count_row_blocks(batch), num_pieces = num_blocks * dims.num_kv_heads;
 
-  int64_t num_blocks = 0;  // of up to kQueryRows rows
-  for (int s = 0; s < batch.num_seqs(); ++s) {
-    const auto i = static_cast<size_t>(s);
-    num_blocks += (batch.query_start[i + 1] - batch.query_start[i] + kQueryRows - 1) / kQueryRows;
+  // Where there are too few pieces to go round, their splits are pieces of their own.
+  int64_t max_splits = 0, total_splits = 0;
+  for (int row = 0; row < batch.num_tokens(); ++row) {
+    const int64_t splits = in.end_split(row) - in.first_split(row);
+    max_splits = std::max(max_splits, splits);
+    total_splits += splits;
   }
-  // Heads of a group share tiles, unless there are too few pieces to go round.
-  const int heads = num_blocks * dims.num_kv_heads < int64_t{4} * pool_.num_threads() ? 1 : group;
-  const int64_t pieces_per_block = dims.num_heads / heads;
-  const bool is_raw = weights.form() == WeightForm::kRaw;
-  const bool can_quantize_heads = dims.head_dim % 32 == 0;
-  pool_.parallel_for(num_blocks * pieces_per_block, [&](int64_t chunk, int thread) {
-    // The longest rows of a prompt come last; begin with them, so that the threads end together.
-    int64_t block = num_blocks - 1 - chunk / pieces_per_block;
-    Piece piece = {0, 0, 0, static_cast<int>(chunk % pieces_per_block) * heads, heads};
-    for (;; ++piece.seq) {
-      const auto i = static_cast<size_t>(piece.seq);
-      const int rows = batch.query_start[i + 1] - batch.query_start[i];
-      const int64_t blocks = (rows + kQueryRows - 1) / kQueryRows;
-      if (block < blocks) {
-        piece.first_row = batch.query_start[i] + static_cast<int>(block) * kQueryRows;
-        piece.num_rows = std::min(kQueryRows, batch.query_start[i + 1] - piece.first_row);
-        break;
+  const int64_t row_floats = dims.num_heads * part_floats(dims);
+  const bool spreads = pool_.num_threads() > 1 && num_pieces < int64_t{4} * pool_.num_threads() &&
+                       max_splits > 1 && total_splits * row_floats <= kMaxPartFloats;
+  if (spreads) {
+    spread_attention(ws, dims, layer, kv, batch, total_splits * row_floats);
+  } else {
+    pool_.parallel_for(num_pieces, [&](int64_t chunk, int thread) {
+      // The longest rows of a prompt come last; begin with them, so that the threads end together.
+      Piece piece = find_rows(batch, num_blocks - 1 - chunk / dims.num_kv_heads);
+      piece.kv_head = static_cast<int>(chunk % dims.num_kv_heads);
+      attend_piece(in, piece, ws.thread_scratch(thread));
+      if (weights.form() != WeightForm::kRaw || dims.head_dim % 32 != 0) return;
+      for (int row = piece.first_row; row < piece.first_row + piece.num_rows; ++row) {
+        ws.attn_act().quantize(*kernels_, row, piece.kv_head * group * dims.head_dim,
+                               group * dims.head_dim);
       }
-      block -= blocks;
-    }
-    attend_piece(in, piece, ws, ws.thread_scratch(thread));
-    if (!is_raw || !can_quantize_heads) return;
-    for (int r = 0; r < piece.num_rows; ++r) {
-      ws.attn_act().quantize(*kernels_, piece.first_row + r, piece.first_head * dims.head_dim,
-                             heads * dims.head_dim);
-    }
-  });
-  if (is_raw && !can_quantize_heads) {
-    pool_.parallel_for(batch.num_tokens(), [&](int64_t t, int) {
-      ws.attn_act().quantize(*kernels_, static_cast<int>(t));
+    });
+  }
+  if (weights.form() == WeightForm::kRaw && (spreads || dims.head_dim % 32 != 0)) {
+    pool_.parallel_for(batch.num_tokens(), [&](int64_t row, int) {
+      ws.attn_act().quantize(*kernels_, static_cast<int>(row));
     });
   }
   ws.last_act = &ws.attn_act();
+}
+
+void CpuBackend::spread_attention(CpuWorkspace &ws, const ModelDims &dims, int layer,
+                                  const KvView &kv, const ForwardBatch &batch, int64_t num_floats) {
+  const Inputs in = {kernels_, &dims, &kv, &batch, &ws, layer};
+  const int group = in.group();
+  const int64_t stride = part_floats(dims), row_floats = dims.num_heads * stride;
+  float *memory = ws.attention_parts(num_floats);
+  // The parts of a row, [splits, num_heads]; few rows, so that summing anew costs nothing.
+  const auto parts_of = [&](int row) {
+    float *parts = memory;
+    for (int r = 0; r < row; ++r) parts += (in.end_split(r) - in.first_split(r)) * row_floats;
+    return parts;
+  };
+  const auto splits_of = [&](const Piece &piece, int *first) {
+    *first = in.first_split(piece.first_row);
+    return in.end_split(piece.first_row + piece.num_rows - 1) - *first;
+  };
+
+  const int64_t num_blocks = count_row_blocks(batch);
+  int64_t num_chunks = 0;
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    int first;
+    num_chunks += int64_t{splits_of(find_rows(batch, b), &first)} * dims.num_kv_heads;
+  }
+  pool_.parallel_for(num_chunks, [&](int64_t chunk, int thread) {
+    Piece piece = {};
+    int first = 0;
+    for (int64_t b = 0;; ++b) {
+      piece = find_rows(batch, b);
+      const int64_t chunks = int64_t{splits_of(piece, &first)} * dims.num_kv_heads;
+      if (chunk < chunks) break;
+      chunk -= chunks;
+    }
+    piece.kv_head = static_cast<int>(chunk % dims.num_kv_heads);
+    const int split = first + static_cast<int>(chunk / dims.num_kv_heads);
+    // Rows that do not reach into this split have no place for it: their parts go to the scratch.
+    float *spare = ws.thread_scratch(thread) + int64_t{2} * kKeyTile * dims.head_dim;
+    float *parts[kQueryRows];
+    for (int r = 0; r < piece.num_rows; ++r) {
+      const int row = piece.first_row + r;
+      const bool reaches = split >= in.first_split(row) && split < in.end_split(row);
+      parts[r] = reaches ? parts_of(row) + (split - in.first_split(row)) * row_floats +
+                               piece.kv_head * group * stride
+                         : spare;
+    }
+    attend_split(in, piece, split, parts, ws.thread_scratch(thread));
+  });
+  pool_.parallel_for(batch.num_tokens(), [&](int64_t chunk, int) {
+    const int row = static_cast<int>(chunk);
+    float *parts = parts_of(row);
+    const int splits = in.end_split(row) - in.first_split(row);
+    for (int head = 0; head < dims.num_heads; ++head) {
+      float *sum = parts + head * stride;  // the first split's own place
+      for (int split = 1; split < splits; ++split) {
+        fold_part(in, false, sum, parts + split * row_floats + head * stride);
+      }
+      finish_head(in, row, head, sum);
+    }
+  });
 }
 
 }  // namespace xllm::cpu

@@ -62,8 +62,10 @@ inline void attend_tile_lanes(const float *q, const float *k, const float *v, in
     }
     L::store(p + j, L::mul(score_lanes<L>(q, k + static_cast<int64_t>(j) * head_dim, head_dim),
                            L::set1(scale)));
-    for (int i = j; i < j + 8; ++i) {
-      if (i < lo || i >= hi) p[i] = -HUGE_VALF;
+    if (j < lo || j + 8 > hi) {
+      for (int i = j; i < j + 8; ++i) {
+        if (i < lo || i >= hi) p[i] = -HUGE_VALF;
+      }
     }
     best = L::max(L::load(p + j), best);
   }
@@ -96,6 +98,28 @@ inline void attend_tile_lanes(const float *q, const float *k, const float *v, in
     for (int j = lo; j < hi; ++j)
       acc = std::fma(p[j], v[static_cast<int64_t>(j) * head_dim + c], acc);
     out[c] = acc;
+  }
+}
+
+template <typename L>
+inline void merge_attention_lanes(AttentionState *into, const AttentionState &from, int head_dim) {
+  using F = typename L::F;
+  const float max = into->max > from.max ? into->max : from.max;
+  const F a = exp_lanes<L>(L::sub(L::set1(into->max), L::set1(max)));
+  const F b = exp_lanes<L>(L::sub(L::set1(from.max), L::set1(max)));
+  const auto merge = [&](const F &x, const F &y) { return L::fma(x, a, L::mul(y, b)); };
+  float denominator[8];
+  L::store(denominator, merge(L::set1(into->denominator), L::set1(from.denominator)));
+  into->denominator = denominator[0];
+  into->max = max;
+  float *out = into->out;
+  int c = 0;
+  for (; c + 8 <= head_dim; c += 8) {
+    L::store(out + c, merge(L::load(out + c), L::load(from.out + c)));
+  }
+  if (c < head_dim) {
+    store_tail<L>(out, c, head_dim,
+                  merge(load_tail<L>(out, c, head_dim), load_tail<L>(from.out, c, head_dim)));
   }
 }
 

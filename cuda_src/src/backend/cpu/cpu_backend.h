@@ -51,6 +51,11 @@ class CpuBackend : public Backend {
   void add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix,
                    const Vector &bias, const Activations &act, const Vector &norm);
 
+  // Attention of few rows over long contexts: splits are spread over the threads, their parts kept
+  // in num_floats floats of the workspace.
+  void spread_attention(CpuWorkspace &ws, const ModelDims &dims, int layer, const KvView &kv,
+                        const ForwardBatch &batch, int64_t num_floats);
+
   HostAllocator allocator_;
   ThreadPool pool_;
   const Kernels *kernels_;

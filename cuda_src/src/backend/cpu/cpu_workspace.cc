@@ -62,9 +62,16 @@ void CpuWorkspace::reserve(int num_tokens, int num_logits) {
   capacity_tokens_ = num_tokens;
 }
 
+float *CpuWorkspace::attention_parts(int64_t num_floats) {
+  if (parts_.size_bytes() < floats(num_floats)) {
+    grow(&parts_, allocator_, std::max(floats(num_floats), 2 * parts_.size_bytes()));
+  }
+  return parts_.data<float>();
+}
+
 uint64_t CpuWorkspace::size_bytes() const {
   uint64_t total = hidden_act_.size_bytes() + attn_act_.size_bytes() + ffn_act_.size_bytes();
-  for (const Buffer *buffer : {&x_, &q_, &k_, &v_, &cos_sin_, &sum_, &logits_, &scratch_})
+  for (const Buffer *buffer : {&x_, &q_, &k_, &v_, &cos_sin_, &sum_, &logits_, &scratch_, &parts_})
     total += buffer->size_bytes();
   return total;
 }

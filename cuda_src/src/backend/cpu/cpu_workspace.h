@@ -1,4 +1,5 @@
-// The memory of one step on the CPU. Sized by the step's tokens alone.
+// The memory of one step on the CPU. Sized by the step's tokens, and for few rows over long
+// contexts by a hundredth of the keys that they attend to; never by max_seq_len.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +42,7 @@ class CpuWorkspace : public Workspace {
   float *logits(int row) const { return logits_.data<float>() + int64_t{row} * dims_.vocab_size; }
   float *sum(int token) const {
     return sum_.data<float>() + int64_t{token} * dims_.hidden_size;
-  }                                                  // a product to be added to x
+  }  // a product to be added to x
   Activations &hidden_act() { return hidden_act_; }  // [hidden] normalised residual
   Activations &attn_act() { return attn_act_; }      // [num_heads * head_dim] attention's output
   Activations &ffn_act() { return ffn_act_; }        // [intermediate] silu(gate) * up
@@ -54,13 +55,17 @@ class CpuWorkspace : public Workspace {
   }
   static int64_t thread_scratch_floats(const ModelDims &dims);
 
+  // Room for the parts of attention that is spread over threads (attention_plan.h). Grows by
+  // doubling with the contexts of the step's rows; contents are lost.
+  float *attention_parts(int64_t num_floats);
+
  private:
   int q_width() const { return dims_.num_heads * dims_.head_dim; }
   int kv_width() const { return dims_.num_kv_heads * dims_.head_dim; }
 
   const ModelDims &dims_;  // of the weights, which outlive the workspace
   Allocator *allocator_;
-  Buffer x_, q_, k_, v_, cos_sin_, sum_, logits_, scratch_;
+  Buffer x_, q_, k_, v_, cos_sin_, sum_, logits_, scratch_, parts_;
   Activations hidden_act_, attn_act_, ffn_act_;
   int capacity_tokens_ = 0;
   int num_tokens_ = 0;

@@ -44,8 +44,11 @@ constexpr int kTokenTile = 8;
 using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
                        int num_tokens, int cols, float *out, int64_t out_stride);
 
-// Attention is computed over tiles of this many keys, at positions that are multiples of it.
+// Attention is computed over tiles of this many keys, at positions that are multiples of it, and
+// begins anew at multiples of kKeySplit; the parts are merged in ascending order. Both are the same
+// for every row, so that a long context can be spread over threads without changing a byte.
 constexpr int kKeyTile = 32;
+constexpr int kKeySplit = 256;
 
 // What attention carries from tile to tile for one query: the running maximum, the denominator and
 // the weighted sum of values.
@@ -84,7 +87,9 @@ struct Kernels {
   // f16(max|x| / 127), q the nearest even of x / scale; int4: 7 in place of 127. An f16 scale that
   // rounds to zero stores zeros.
   void (*store_kv)(const KvLayout &layout, const float *row, int offset, uint8_t *page);
-  void (*load_kv)(const KvLayout &layout, const uint8_t *page, int offset, float *row);
+  // load_kv reads num_rows rows from `offset` on to rows [num_rows, head_dim].
+  void (*load_kv)(const KvLayout &layout, const uint8_t *page, int offset, int num_rows,
+                  float *rows);
 
   // One tile of keys for one query: keys [lo, hi) of k and v [kKeyTile, head_dim] f32, the rest is
   // not read as a number. s = dot(q, k) * scale; M = max(max, s...); p = exp(s - M), 0 outside; c =
@@ -92,6 +97,10 @@ struct Kernels {
   // out * c, then out = fma(p, v, out), keys ascending.
   void (*attend_tile)(const float *q, const float *k, const float *v, int head_dim, int lo, int hi,
                       float scale, AttentionState *state);
+
+  // Adds the part `from`, of later keys, to `into`: M = max of both, a = exp(into.max - M),
+  // b = exp(from.max - M), denominator = fma(denominator, a, from.denominator * b), out likewise.
+  void (*merge_attention)(AttentionState *into, const AttentionState &from, int head_dim);
 };
 
 const Kernels &scalar_kernels();

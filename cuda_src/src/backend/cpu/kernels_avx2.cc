@@ -89,8 +89,9 @@ Kernels make_kernels() {
   k.add = add_row<L>;
   k.rope = rope_row<L>;
   k.store_kv = store_kv_row<L>;
-  k.load_kv = load_kv_row<L>;
+  k.load_kv = load_kv_rows<L>;
   k.attend_tile = attend_tile_lanes<L>;
+  k.merge_attention = merge_attention_lanes<L>;
   return k;
 }
 

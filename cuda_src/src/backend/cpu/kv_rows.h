@@ -93,37 +93,49 @@ inline void store_kv_row(const KvLayout &layout, const float *row, int offset, u
   }
 }
 
-template <typename L>
-inline void load_kv_row(const KvLayout &layout, const uint8_t *page, int offset, float *row) {
-  const uint8_t *in = page + layout.row_bytes() * static_cast<uint64_t>(offset);
+// Rows of int8 or int4 codes with an f16 scale per group: x = scale * code.
+template <typename L, bool kIsInt8>
+inline void load_coded_rows(const KvLayout &layout, const uint8_t *page, int offset, int num_rows,
+                            float *rows) {
   const int n = layout.head_dim;
-  if (layout.type == KvType::kF32) {
-    std::memcpy(row, in, static_cast<size_t>(n) * sizeof(float));
-    return;
-  }
-  if (layout.type == KvType::kF16) {
-    load_half_row<L>(reinterpret_cast<const uint16_t *>(in), n, row);
-    return;
-  }
-  const auto *halves = reinterpret_cast<const uint16_t *>(
-      page + layout.scales_offset() + layout.scale_row_bytes() * static_cast<uint64_t>(offset));
-  for (int g = 0; g < n / kKvGroup; ++g) {
-    uint16_t half[8];
-    for (uint16_t &h : half) h = halves[g];
-    const typename L::F scale = L::load_half(half);
-    int8_t codes[kKvGroup];
-    if (layout.type == KvType::kInt8) {
-      std::memcpy(codes, in + g * kKvGroup, kKvGroup);
-    } else {
-      for (int i = 0; i < kKvGroup / 2; ++i) {
-        const int byte = in[g * kKvGroup / 2 + i];
-        codes[2 * i] = static_cast<int8_t>((byte & 15) - 8);
-        codes[2 * i + 1] = static_cast<int8_t>((byte >> 4) - 8);
+  const uint64_t row_bytes = layout.row_bytes(), scale_bytes = layout.scale_row_bytes();
+  const uint8_t *codes = page + row_bytes * static_cast<uint64_t>(offset);
+  const uint8_t *scales =
+      page + layout.scales_offset() + scale_bytes * static_cast<uint64_t>(offset);
+  for (int r = 0; r < num_rows; ++r, codes += row_bytes, scales += scale_bytes) {
+    for (int c = 0; c < n; c += kKvGroup, rows += kKvGroup) {
+      uint16_t half[8];
+      std::memcpy(half, scales + c / kKvGroup * 2, 2);
+      for (int i = 1; i < 8; ++i) half[i] = half[0];
+      const typename L::F scale = L::load_half(half);
+      for (int i = 0; i < kKvGroup; i += 8) {
+        const typename L::F code =
+            kIsInt8 ? L::load_int8(reinterpret_cast<const int8_t *>(codes) + c + i)
+                    : L::load_int4(codes + (c + i) / 2);
+        L::store(rows + i, L::mul(scale, code));
       }
     }
-    for (int i = 0; i < kKvGroup; i += 8) {
-      L::store(row + g * kKvGroup + i, L::mul(scale, L::load_int8(codes + i)));
-    }
+  }
+}
+
+template <typename L>
+inline void load_kv_rows(const KvLayout &layout, const uint8_t *page, int offset, int num_rows,
+                         float *rows) {
+  const uint8_t *in = page + layout.row_bytes() * static_cast<uint64_t>(offset);
+  const int n = layout.head_dim;
+  switch (layout.type) {
+    case KvType::kF32:
+      std::memcpy(rows, in, static_cast<size_t>(num_rows) * static_cast<size_t>(n) * sizeof(float));
+      return;
+    case KvType::kF16:  // consecutive rows are consecutive values
+      load_half_row<L>(reinterpret_cast<const uint16_t *>(in), num_rows * n, rows);
+      return;
+    case KvType::kInt8:
+      load_coded_rows<L, true>(layout, page, offset, num_rows, rows);
+      return;
+    case KvType::kInt4:
+      load_coded_rows<L, false>(layout, page, offset, num_rows, rows);
+      return;
   }
 }
 

@@ -27,6 +27,12 @@ struct LanesAvx2 {
     return _mm256_cvtepi32_ps(
         _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
   }
+  static F load_int4(const uint8_t *p) {
+    const __m128i bytes = _mm_loadu_si32(p);
+    const __m128i pairs = _mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4));
+    const __m256i codes = _mm256_cvtepu8_epi32(_mm_and_si128(pairs, _mm_set1_epi8(15)));
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8)));
+  }
   static void store(float *p, F a) { _mm256_storeu_ps(p, a); }
   static void store_half(uint16_t *p, F a) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));

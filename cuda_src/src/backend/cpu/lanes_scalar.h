@@ -41,6 +41,10 @@ struct LanesScalar {
   static F load_int8(const int8_t *p) {
     return map([&](int i) { return static_cast<float>(p[i]); });
   }
+  // Eight codes of four bits, the even ones in the low nibbles, each 8 above its value.
+  static F load_int4(const uint8_t *p) {
+    return map([&](int i) { return static_cast<float>(((p[i / 2] >> (4 * (i % 2))) & 15) - 8); });
+  }
   static void store(float *p, const F &a) { std::memcpy(p, a.v, sizeof a.v); }
   static void store_half(uint16_t *p, const F &a) {
     for (int i = 0; i < 8; ++i) p[i] = float_to_half(a.v[i]);
