@@ -190,6 +190,7 @@ clean() {
     -o -name '*_pb2_grpc.pyi' -o -name .stubs-key -o -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 }
 
+{ # read to its end before it runs, so that an edit of this file meanwhile does no harm
 VERB=build SLOW=0 PYTEST_ARGS=() ARGS=()
 case "${1:-}" in
   demo | test | check | format | wheel | lock | clean | help) VERB=$1 && shift ;;
@@ -231,3 +232,5 @@ case "$VERB" in
   clean) clean ;;
   help) usage ;;
 esac
+exit
+}
