@@ -67,7 +67,7 @@ typedef enum xllm_status {
   XLLM_STATUS_QUEUE_FULL = 10,          /* nothing was queued; retry later */
   XLLM_STATUS_QUEUE_TIMEOUT = 11,       /* waited longer than max_queue_s */
   XLLM_STATUS_NO_FREE_SLOT = 12,
-  XLLM_STATUS_KV_EXHAUSTED = 13,
+  XLLM_STATUS_KV_EXHAUSTED = 13,        /* an answer has outgrown the whole KV pool */
   XLLM_STATUS_MEMORY = 14,              /* does not fit; details bytes_needed, bytes_free, remedy */
   XLLM_STATUS_STALE_EPOCH = 15,         /* the slot changed hands */
   XLLM_STATUS_LEASE_LOST = 16,
@@ -241,7 +241,7 @@ typedef struct xllm_engine_config {
   int32_t allow_long_context;   /* 0; 1: max_seq_len may exceed the model's context length */
   int32_t prefill_chunk;        /* 512; prompt tokens computed per step at most, 1 to 8192 */
   int32_t block_size;           /* 64; token positions per KV block: 16, 32, 64 or 128 */
-  int32_t max_queue;            /* 256; requests waiting for a slot before QUEUE_FULL */
+  int32_t max_queue;            /* 256; requests beyond max_slots that may wait before QUEUE_FULL, 0 to 1048576 */
   int32_t num_threads;          /* 0: min(affinity, cgroup quota, physical cores); CPU backend */
   int32_t device_index;         /* 0; CUDA backend */
   uint64_t kv_memory;           /* 0: auto: 0.90 x device memory - weights - scratch; on the CPU 25 % of what the cgroup grants */
@@ -336,7 +336,7 @@ typedef struct xllm_request {
   xllm_delivery delivery;       /* SHARED */
   xllm_sampling_params sampling;
   uint32_t max_tokens;           /* 0: as many as max_seq_len leaves room for */
-  uint32_t min_tokens;           /* 0; ends of generation and stop token ids are forbidden before it */
+  uint32_t min_tokens;           /* 0; before it, ends of generation and stop token ids are forbidden and stop strings not looked for */
   int32_t ignore_eos;            /* 0; 1: the end-of-generation set does not end the answer */
   int32_t num_logprobs;          /* -1: none; 0..20: the chosen token's and so many best candidates' */
   const xllm_text *stop_strings; /* at most 16, each 1..256 bytes; matched in the text, never sent */
@@ -355,7 +355,9 @@ XLLM_API void xllm_request_init(xllm_request *request);
 /* Queue one request. Thread-safe; never waits for the device. Everything that `request` points to is copied.
  *   out_id   > 0, unique within the engine; set only on OK
  * INVALID_ARGUMENT: a field out of range (detail "field"). PROMPT_TOO_LONG: no room for one token in max_seq_len. NEVER_FITS: the prompt
- * and one token exceed the whole KV pool. DECODE_MODE_MISMATCH. QUEUE_FULL: nothing was queued. DRAINING, ENGINE_FAILED. */
+ * and one token exceed the whole KV pool. DECODE_MODE_MISMATCH. QUEUE_FULL: nothing was queued. DRAINING, ENGINE_FAILED. NO_TOKENIZER:
+ * stop strings without a vocabulary. Of an AUTO engine also MEMORY: the set of weights that this request would load does not fit beside
+ * the other (details bytes_needed, bytes_free, remedy); and UNIMPLEMENTED: the backend lacks this mode. */
 XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id, xllm_error *err);
 
 /* End a request, wherever it is: its slot and blocks are free within one step, and a FINISHED event with status CANCELLED follows.
@@ -367,7 +369,7 @@ XLLM_API xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id
 typedef enum xllm_event_kind {
   XLLM_EVENT_ACCEPTED = 1, /* first: the request has a slot */
   XLLM_EVENT_PREFILL = 2,  /* after each chunk of a prompt of several chunks */
-  XLLM_EVENT_TOKEN = 3,    /* one generated token */
+  XLLM_EVENT_TOKEN = 3,    /* one generated token, the one that ends the answer included (without text) */
   XLLM_EVENT_FINISHED = 4  /* last; always comes, also for a request that was never accepted */
 } xllm_event_kind;
 
@@ -409,7 +411,7 @@ typedef struct xllm_event {
   const xllm_candidate *candidates; /* best first */
   size_t num_candidates;
   /* TOKEN, FINISHED: text that this event releases, whole code points. All texts of a request joined are its answer. */
-  const char *text;
+  const char *text; /* FINISHED: what was held back for a stop string, and U+FFFD for a character that was cut */
   size_t text_size;
   /* FINISHED */
   xllm_status status; /* OK: see finish_reason */
@@ -435,7 +437,8 @@ XLLM_API int xllm_engine_event_fd(const xllm_engine *engine);
  *   request_id   0: all events of SHARED requests; else those of that PRIVATE request
  *   timeout_s    how long to wait while there is nothing; 0: not at all; < 0: without limit
  *   out_events   NULL when nothing came in time; else released with xllm_events_destroy
- * NOT_FOUND: no such PRIVATE request, or its FINISHED event has been taken. ENGINE_FAILED: the engine is being destroyed. */
+ * NOT_FOUND: no such PRIVATE request, or its FINISHED event has been taken. ENGINE_FAILED: the engine is being destroyed, or has failed
+ * and nothing is left to take. */
 XLLM_API xllm_status xllm_engine_take_events(xllm_engine *engine, uint64_t request_id, double timeout_s,
                                              xllm_events **out_events, xllm_error *err);
 

@@ -11,6 +11,9 @@
 namespace xllm {
 namespace {
 
+// Weights up to here are those that exp_neg gives for what is out of reach, forbidden ids among them.
+constexpr double kNoWeight = 1e-300;
+
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();
 
 bool all_finite(const float *logits, int32_t n) {
@@ -69,29 +72,7 @@ Sampled Sampler::sample(const float *logits, const SampleRow &row) {
     out.outcome = SampleOutcome::kAllForbidden;
     return out;
   }
-  if (row.temperature == 0) {
-    out.token_id = best;
-  } else {
-    const double temperature = row.temperature;
-    if (row.top_k > 0 && row.top_k < n) {
-      keep_largest(logits, n, row.top_k);
-      for (Weighted &w : kept_) {
-        w.weight = exp_neg((static_cast<double>(w.logit) - largest) / temperature);
-      }
-    } else {
-      keep_all(logits, n, largest, temperature);
-    }
-    if (row.top_p < 1) keep_top_p(row.top_p);
-    if (row.min_p > 0) {
-      const double min_p = row.min_p;
-      // The second half: weights of nearly tied logits may round to 1.
-      const auto is_dropped = [&](const Weighted &w) {
-        return w.weight < min_p || (min_p == 1 && w.logit != largest);
-      };
-      kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_dropped), kept_.end());
-    }
-    out.token_id = draw(row);
-  }
+  out.token_id = row.temperature == 0 ? best : draw(logits, row, largest);
   if (row.num_logprobs > 0) add_logprobs(logits, row, largest, &out);
   return out;
 }
@@ -144,57 +125,64 @@ void Sampler::keep_largest(const float *logits, int32_t n, int32_t k) {
   }
 }
 
-void Sampler::keep_all(const float *logits, int32_t n, float largest, double temperature) {
-  kept_.clear();
-  kept_.reserve(static_cast<size_t>(n));
+// Fills weights_ and returns their sum.
+double Sampler::weigh(const float *logits, int32_t n, float largest, double temperature) {
+  weights_.resize(static_cast<size_t>(n));
   for (int32_t i = 0; i < n; ++i) {
-    const double weight = exp_neg((static_cast<double>(logits[i]) - largest) / temperature);
-    if (weight > 0) kept_.push_back({i, logits[i], weight});
+    weights_[static_cast<size_t>(i)] =
+        exp_neg((static_cast<double>(logits[i]) - largest) / temperature);
   }
+  double total = 0;
+  for (const double weight : weights_) total += weight;
+  return total;
 }
 
-void Sampler::keep_top_p(double top_p) {
+int32_t Sampler::draw(const float *logits, const SampleRow &row, float largest) {
+  const int32_t n = row.num_choosable;
+  const double temperature = row.temperature;
   const auto by_id = [](const Weighted &a, const Weighted &b) { return a.id < b.id; };
-  if (!std::is_sorted(kept_.begin(), kept_.end(), by_id)) {
+  double total = 0;
+  if (row.top_k > 0 && row.top_k < n) {
+    keep_largest(logits, n, row.top_k);
+    std::sort(kept_.begin(), kept_.end(), by_id);
+    for (Weighted &w : kept_) {
+      w.weight = exp_neg((static_cast<double>(w.logit) - largest) / temperature);
+      total += w.weight;
+    }
+  } else {
+    total = weigh(logits, n, largest, temperature);
+    // Weights below `floor` sum to less than 1 - top_p of the total, so the others reach top_p
+    // without them: what is sorted is a small part of the vocabulary. The factor covers the
+    // rounding of the sums.
+    const double floor = (1 - static_cast<double>(row.top_p)) * total / n * (1 - 1e-6);
+    kept_.clear();
+    for (int32_t i = 0; i < n; ++i) {
+      const double weight = weights_[static_cast<size_t>(i)];
+      if (weight > kNoWeight && weight >= floor) kept_.push_back({i, logits[i], weight});
+    }
+  }
+  if (row.top_p < 1) {
+    keep_top_p(row.top_p, total);
     std::sort(kept_.begin(), kept_.end(), by_id);
   }
-  double total = 0;
-  for (const Weighted &w : kept_) total += w.weight;
-  // Weights below this sum to less than 1 - top_p, so the others reach top_p without them: what is
-  // sorted is a small part of the vocabulary. The factor covers the rounding of the sums.
-  const double floor = (1 - top_p) * total / static_cast<double>(kept_.size()) * (1 - 1e-6);
-  const auto is_small = [floor](const Weighted &w) { return w.weight < floor; };
-  kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_small), kept_.end());
-  std::sort(kept_.begin(), kept_.end(), [](const Weighted &a, const Weighted &b) {
-    return is_better(a.logit, a.id, b.logit, b.id);
-  });
-  double sum = 0;
-  size_t num_kept = 0;
-  while (num_kept < kept_.size()) {
-    sum += kept_[num_kept++].weight;
-    if (sum >= top_p * total) break;
+  if (row.min_p > 0) {
+    const double min_p = row.min_p;
+    // The second half: weights of nearly tied logits may round to 1.
+    const auto is_dropped = [&](const Weighted &w) {
+      return w.weight < min_p || (min_p == 1 && w.logit != largest);
+    };
+    kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_dropped), kept_.end());
   }
-  kept_.resize(num_kept);
-}
 
-int32_t Sampler::draw(const SampleRow &row) const {
-  std::vector<Weighted> sorted;
-  const std::vector<Weighted> *kept = &kept_;
-  const auto by_id = [](const Weighted &a, const Weighted &b) { return a.id < b.id; };
-  if (!std::is_sorted(kept_.begin(), kept_.end(), by_id)) {
-    sorted = kept_;
-    std::sort(sorted.begin(), sorted.end(), by_id);
-    kept = &sorted;
-  }
-  double total = 0;
-  for (const Weighted &w : *kept) total += w.weight;
+  total = 0;
+  for (const Weighted &w : kept_) total += w.weight;
   const Philox random = philox(row.seed, row.position);
   const uint64_t bits = (uint64_t{random.value[0]} << 32 | random.value[1]) >> 11;
   const double target = static_cast<double>(bits) * 0x1p-53 * total;
   double sum = 0;
   int32_t chosen = -1;
-  for (const Weighted &w : *kept) {
-    if (w.weight > 0) chosen = w.id;  // rounding may leave the sum just below the target
+  for (const Weighted &w : kept_) {
+    if (w.weight > kNoWeight) chosen = w.id;  // rounding may leave the sum just below the target
     sum += w.weight;
     if (sum > target) break;
   }
@@ -202,12 +190,31 @@ int32_t Sampler::draw(const SampleRow &row) const {
   return chosen;
 }
 
-void Sampler::add_logprobs(const float *logits, const SampleRow &row, float largest, Sampled *out) {
+// Sorts no further than it has to: the best 64 first, then four times as many at a time.
+void Sampler::keep_top_p(double top_p, double total) {
+  const auto best_first = [](const Weighted &a, const Weighted &b) {
+    return is_better(a.logit, a.id, b.logit, b.id);
+  };
   double sum = 0;
-  for (int32_t i = 0; i < row.num_choosable; ++i) {
-    sum += exp_neg(static_cast<double>(logits[i]) - largest);
+  size_t num_kept = 0;
+  for (size_t count = 64; num_kept < kept_.size(); count *= 4) {
+    const size_t end = std::min(num_kept + count, kept_.size());
+    const auto first = kept_.begin() + static_cast<std::ptrdiff_t>(num_kept);
+    const auto last = kept_.begin() + static_cast<std::ptrdiff_t>(end);
+    if (end < kept_.size()) std::nth_element(first, last, kept_.end(), best_first);
+    std::sort(first, last, best_first);
+    while (num_kept < end) {
+      sum += kept_[num_kept++].weight;
+      if (sum >= top_p * total) {
+        kept_.resize(num_kept);
+        return;
+      }
+    }
   }
-  const double log_sum = largest + log_pos(sum);
+}
+
+void Sampler::add_logprobs(const float *logits, const SampleRow &row, float largest, Sampled *out) {
+  const double log_sum = largest + log_pos(weigh(logits, row.num_choosable, largest, 1));
   const auto logprob = [&](float logit) { return static_cast<float>(logit - log_sum); };
   out->logprob = logprob(logits[out->token_id]);
   const int32_t num_candidates = row.num_logprobs - 1;

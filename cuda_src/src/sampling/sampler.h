@@ -58,13 +58,14 @@ class Sampler {
   };
 
   void adjust(const float *logits, const SampleRow &row);
+  int32_t draw(const float *logits, const SampleRow &row, float largest);
+  double weigh(const float *logits, int32_t n, float largest, double temperature);
   void keep_largest(const float *logits, int32_t n, int32_t k);
-  void keep_all(const float *logits, int32_t n, float largest, double temperature);
-  void keep_top_p(double top_p);
-  int32_t draw(const SampleRow &row) const;
+  void keep_top_p(double top_p, double total);
   void add_logprobs(const float *logits, const SampleRow &row, float largest, Sampled *out);
 
   std::vector<float> adjusted_;  // [num_choosable] after bias, mask and penalties
+  std::vector<double> weights_;  // [num_choosable]
   std::vector<Weighted> kept_;
 };
 
