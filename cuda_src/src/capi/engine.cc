@@ -22,9 +22,9 @@ struct EngineSetup {
 
 EngineSetup read_config(const xllm_engine_config *in) {
   const xllm_engine_config c = read_struct(in, xllm_engine_config_init, "xllm_engine_config");
-  require_range(static_cast<int>(c.backend), 0, 2, "backend");
-  require_range(static_cast<int>(c.decode_mode), 0, 2, "decode_mode");
-  require_range(static_cast<int>(c.kv_type), 0, 2, "kv_type");
+  require_range(enum_number(c.backend), 0, 2, "backend");
+  require_range(enum_number(c.decode_mode), 0, 2, "decode_mode");
+  require_range(enum_number(c.kv_type), 0, 2, "kv_type");
   require_range(c.num_threads, 0, 4096, "num_threads");
   require_range(c.device_index, 0, 1023, "device_index");
   EngineSetup out;

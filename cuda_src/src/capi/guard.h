@@ -47,6 +47,16 @@ void require(const void *pointer, const char *name);
 void require_array(const void *pointer, size_t count, const char *name);
 void require_range(int64_t value, int64_t min, int64_t max, const char *field);
 
+// The number in a caller's enum, which may be none of its values: reading such a one as the enum
+// would be undefined.
+template <typename Enum>
+int enum_number(const Enum &value) {
+  static_assert(sizeof value == sizeof(int));
+  int number;
+  std::memcpy(&number, &value, sizeof number);
+  return number;
+}
+
 // Memory for xllm_free.
 void *allocate(size_t size_bytes);
 

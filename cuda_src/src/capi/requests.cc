@@ -23,8 +23,8 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   require_array(r.stop_strings, r.num_stop_strings, "stop_strings");
   require_array(r.stop_token_ids, r.num_stop_token_ids, "stop_token_ids");
   require_array(r.logit_biases, r.num_logit_biases, "logit_biases");
-  require_range(static_cast<int>(r.decode_mode), 0, 2, "decode_mode");
-  require_range(static_cast<int>(r.delivery), 0, 1, "delivery");
+  require_range(enum_number(r.decode_mode), 0, 2, "decode_mode");
+  require_range(enum_number(r.delivery), 0, 1, "delivery");
   // Before anything is copied: a count that is out of range may have no memory behind it.
   check_prompt_length(r.num_prompt, max_seq_len);
   require_range(static_cast<int>(std::min<size_t>(r.num_stop_strings, 1000)), 0, 16,
