@@ -7,7 +7,8 @@ Needs the packages of requirements/test.txt and requirements/peer.txt, and logit
 Three questions, all on the CPU with f16 keys and values:
 
 * tokens      20 fixed prompts, 32 tokens each, greedily. Where the two part, the float64 reference says how close its
-              two best tokens were, and how far each engine's logits were from it.
+              two best tokens were, and how far each engine's logits were from it. As a control, llama.cpp is compared
+              with itself, with flash attention and without: what rounding alone does to tokens.
 * logits      relative L2 error of every position of those texts against the reference.
 * perplexity  of a committed text in windows of 512 tokens, of which the second half is scored.
 """
@@ -59,7 +60,9 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return next((i for i, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]), None)
 
 
-def compare_prompt(text: str, engine: Engine, core: CoreLogits, peer: LlamaCpp, reference: ReferenceModel) -> Result:
+def compare_prompt(
+    text: str, engine: Engine, core: CoreLogits, peer: LlamaCpp, control: LlamaCpp, reference: ReferenceModel
+) -> Result:
     """Run one prompt through both engines and hold both to the reference along xLLM's answer."""
     prompt = engine.model.encode(text)
     peer_prompt = peer.encode(text)
@@ -80,6 +83,7 @@ def compare_prompt(text: str, engine: Engine, core: CoreLogits, peer: LlamaCpp, 
         "tokens": tokens,
         "peer_tokens": peer_tokens,
         "first_difference": at,
+        "control_first_difference": first_difference(peer_tokens, control.greedy(prompt, NUM_TOKENS)),
         "errors": relative_errors(ours, exact),
         "peer_errors": relative_errors(theirs, exact),
     }
@@ -125,20 +129,24 @@ def perplexities(ids: Sequence[int], core: CoreLogits, peer: LlamaCpp, num_windo
     }
 
 
+def _statistics(name: str, errors: Floats) -> dict[str, float]:
+    median, p99, largest = (float(np.percentile(errors, q)) for q in (50, 99, 100))
+    return {f"{name}_median": median, f"{name}_p99": p99, f"{name}_max": largest}
+
+
 def summary(results: Sequence[Result]) -> Result:
-    """Return counts, and median and maximum errors over every position."""
+    """Return counts, and the errors over every position."""
     errors = np.concatenate([result.pop("errors") for result in results])
     peer_errors = np.concatenate([result.pop("peer_errors") for result in results])
     return {
         "prompts": len(results),
         "prompt_ids_equal": sum(result["prompt_ids_equal"] for result in results),
         "tokens_equal": sum(result["first_difference"] is None for result in results),
+        "control_tokens_equal": sum(result["control_first_difference"] is None for result in results),
         "differences_explained": sum(result.get("is_explained", False) for result in results),
         "positions": len(errors),
-        "error_median": float(np.median(errors)),
-        "error_max": float(np.max(errors)),
-        "peer_error_median": float(np.median(peer_errors)),
-        "peer_error_max": float(np.max(peer_errors)),
+        **_statistics("error", errors),
+        **_statistics("peer_error", peer_errors),
     }
 
 
@@ -147,7 +155,8 @@ def print_tables(document: Result) -> None:
     totals, results = document["summary"], document["prompts"]
     print(f"{document['model']['file']}  |  {document['peer']}  |  {document['kernels']} kernels")
     print(f"prompt ids equal in {totals['prompt_ids_equal']} of {totals['prompts']}")
-    print(f"{NUM_TOKENS} tokens equal in {totals['tokens_equal']} of {totals['prompts']}")
+    print(f"{NUM_TOKENS} tokens equal in {totals['tokens_equal']} of {totals['prompts']}", end="")
+    print(f" (llama.cpp with itself, flash attention on and off: {totals['control_tokens_equal']})")
     for result in results:
         if result["first_difference"] is not None:
             print(
@@ -157,7 +166,8 @@ def print_tables(document: Result) -> None:
             )
     print(f"relative L2 error of the logits of {totals['positions']} positions:")
     for engine, key in (("xLLM", "error"), ("llama.cpp", "peer_error")):
-        print(f"  {engine:10} median {totals[key + '_median']:.5f}  max {totals[key + '_max']:.5f}")
+        numbers = "  ".join(f"{name} {totals[f'{key}_{name}']:.5f}" for name in ("median", "p99", "max"))
+        print(f"  {engine:10} {numbers}")
     if scores := document["perplexity"]:
         print(f"perplexity of {scores['text']}, {scores['num_scored']} tokens:")
         print(f"  xLLM {scores['perplexity']:.4f}  llama.cpp {scores['peer_perplexity']:.4f}", end="")
@@ -168,7 +178,7 @@ def main() -> None:
     """Compare, print and write; ends with 1 when a difference is not explained."""
     parser = argparse.ArgumentParser(description="Compare xLLM with llama.cpp on the same model file.")
     parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each engine; the numbers do not depend on it")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="the first so many")
     parser.add_argument("--windows", type=int, default=None, help="of the text, at most; 0: no perplexity")
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
@@ -181,10 +191,11 @@ def main() -> None:
         Engine(args.model, config) as engine,
         CoreLogits(args.model, num_threads=args.threads, program=args.logits_cli) as core,
         LlamaCpp(args.model, args.threads, WINDOW) as peer,
+        LlamaCpp(args.model, args.threads, WINDOW, flash_attention=False) as control,
     ):
         results = []
         for number, text in enumerate(PROMPTS[: args.prompts]):
-            results.append(compare_prompt(text, engine, core, peer, reference))
+            results.append(compare_prompt(text, engine, core, peer, control, reference))
             print(f"\rprompt {number + 1} of {args.prompts}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         scores = {}

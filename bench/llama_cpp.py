@@ -23,7 +23,8 @@ _i32, _u32, _ptr = ctypes.c_int32, ctypes.c_uint32, ctypes.c_void_p
 class _Params(ctypes.Structure):
     """A parameter struct by value: larger than any, since a caller may pass more than the callee reads.
 
-    Its first four words are, for a context, n_ctx, n_batch, n_ubatch and n_seq_max; nothing else is touched.
+    Of a context's, the words that are touched are the first three (n_ctx, n_batch, n_ubatch) and flash_attn_type, the
+    last of four that begin as -1. LlamaCpp checks the defaults, so that a changed layout is noticed.
     """
 
     _fields_ = (("words", _u32 * 256),)
@@ -83,10 +84,18 @@ class LlamaCpp:
         path: The model file.
         num_threads: For prompts and single tokens alike.
         context: Tokens that fit.
+        flash_attention: False: the other of its two ways to compute attention; both are right.
         library: A libllama; None: the one of the installed xllamacpp.
     """
 
-    def __init__(self, path: str | Path, num_threads: int, context: int, library: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        num_threads: int,
+        context: int,
+        flash_attention: bool = True,
+        library: str | Path | None = None,
+    ) -> None:
         self._lib = _functions(ctypes.CDLL(str(library or import_module("xllamacpp.xllamacpp").__file__)))
         self.version = f"xllamacpp {metadata.version('xllamacpp')}" if library is None else str(library)
         self._lib.llama_log_set(_silent, None)
@@ -97,9 +106,10 @@ class LlamaCpp:
         self._vocab = self._lib.llama_model_get_vocab(self._model)
         self.vocab_size = int(self._lib.llama_vocab_n_tokens(self._vocab))
         params = self._lib.llama_context_default_params()
-        if list(params.words[:4]) != [512, 2048, 512, 1]:
-            raise RuntimeError(f"llama.cpp's context parameters have changed: they begin with {params.words[:4]}")
+        if list(params.words[:4]) != [512, 2048, 512, 1] or list(params.words[10:14]) != [2**32 - 1] * 4:
+            raise RuntimeError(f"llama.cpp's context parameters have changed: they begin with {params.words[:16]}")
         params.words[0], params.words[1], params.words[2] = context, context, min(context, 512)
+        params.words[13] = int(flash_attention)
         self._context = self._lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context of {context} tokens for {path}")
