@@ -22,11 +22,13 @@ class Answers:
 
     Attributes:
         tokens: Generated ids.
+        logprobs: Of each generated token: a change of a single bit shows here long before it changes a token.
         slots: Where each ran.
         num_cached: Prompt tokens that came from the prefix cache.
     """
 
     tokens: Tokens
+    logprobs: list[list[float | None]]
     slots: list[int] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)
 
@@ -35,7 +37,7 @@ def requests_of(fixture: Fixture) -> list[Request]:
     """Return the requests of a record: every prompt greedily, then every prompt sampled."""
     prompts = prompts_of(fixture)
     return [
-        Request(prompt=prompt, sampling=sampling, max_tokens=fixture.num_tokens, ignore_eos=True)
+        Request(prompt=prompt, sampling=sampling, max_tokens=fixture.num_tokens, ignore_eos=True, num_logprobs=0)
         for sampling in (SamplingParams(), SAMPLING)
         for prompt in prompts
     ]
@@ -56,7 +58,7 @@ def run(engine: Engine, requests: Sequence[Request], disturb: bool = False) -> A
         disturb: Every token of theirs brings a neighbour that is cancelled at its first, second or third token.
     """
     order = {engine.submit(request): i for i, request in enumerate(requests)}
-    answers = Answers([[] for _ in requests], [-1] * len(requests), [0] * len(requests))
+    answers = Answers([[] for _ in requests], [[] for _ in requests], [-1] * len(requests), [0] * len(requests))
     neighbours: dict[int, int] = {}
     num_started, num_live = 0, len(order)
     while num_live:
@@ -66,6 +68,7 @@ def run(engine: Engine, requests: Sequence[Request], disturb: bool = False) -> A
                 answers.slots[index], answers.num_cached[index] = event.slot, event.num_cached_tokens
             elif isinstance(event, TokenEvent) and index is not None:
                 answers.tokens[index].append(event.token_id)
+                answers.logprobs[index].append(event.logprob)
                 if disturb and len(neighbours) < 6:
                     num_started += 1
                     neighbours[engine.submit(_neighbour(num_started))] = 1 + num_started % 3

@@ -60,11 +60,15 @@ def test_the_whole_record(model_of: ModelOf, name: str) -> None:
 
 
 def check_cells(path: Path, fixture: Fixture, cells: Sequence[Cell]) -> None:
-    """Run half of a record's requests in each cell."""
+    """Run half of a record's requests in each cell: the recorded tokens, and logprobs equal to the last bit."""
     requests, expected = half(requests_of(fixture)), half(recorded(load(fixture.name)))
+    logprobs: list[list[float | None]] | None = None
     for cell in cells:
         with Engine(path, cell.config()) as engine:
-            assert run(engine, requests).tokens == expected, cell
+            answers = run(engine, requests)
+        assert answers.tokens == expected, cell
+        logprobs = logprobs or answers.logprobs
+        assert answers.logprobs == logprobs, f"{cell} against {cells[0]}"
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -102,7 +106,8 @@ def test_every_cell_of_the_demo_model(model_of: ModelOf) -> None:
     )
 
 
-NEIGHBOURLY = ["tiny-qwen2-q8_0", "mini-qwen3-8b-q4_k_m", "mini-llama-3.1-8b-q5_k_m"]
+# Deep enough that a difference in the last bit of anything soon changes a token.
+NEIGHBOURLY = ["mini-qwen2.5-1.5b-q6_k", "mini-qwen3-8b-q4_k_m", "mini-llama-3.1-8b-q5_k_m"]
 
 
 @pytest.mark.parametrize("name", NEIGHBOURLY)
@@ -124,6 +129,7 @@ def test_a_prefix_from_the_cache_changes_nothing(model_of: ModelOf, name: str) -
     with Engine(model_of(fixture), EngineConfig(max_slots=4, block_size=16)) as engine:
         first, again = run(engine, requests), run(engine, requests[::-1])
     assert first.tokens == again.tokens[::-1] == recorded(load(name))
+    assert first.logprobs == again.logprobs[::-1]
     longest = max(range(len(requests)), key=lambda i: len(requests[i].prompt))
     assert again.num_cached[::-1][longest] >= 64
 
