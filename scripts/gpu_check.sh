@@ -4,7 +4,7 @@
 # OUT_DIR (default build/gpu-results) receives check.json, check.log, bench.json, bench.log, build.log and, where compute-sanitizer is there, sanitizer.log.
 # Environment: XLLM_CUDA_ARCHITECTURES, a CMake list (default 90a-real); XLLM_SANITIZE_S, seconds for compute-sanitizer (default 60, 0: off).
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 out=${1:-build/gpu-results}
 shift || true

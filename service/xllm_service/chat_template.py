@@ -101,8 +101,8 @@ class ChatTemplate:
             auto_escape_callback=lambda _name: None,
         )
         self._environment.add_filter("tojson", _to_json)
-        self._environment.add_function("raise_exception", _raise_exception)
-        self._environment.add_function("strftime_now", _strftime_now)
+        self._environment.add_global("raise_exception", _raise_exception)
+        self._environment.add_global("strftime_now", _strftime_now)
         try:
             self._environment.add_template("chat", _GENERATION_TAG.sub(r"{#\1 #}", source))
         except minijinja.TemplateError as error:

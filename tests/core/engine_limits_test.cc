@@ -18,6 +18,20 @@
 namespace xllm {
 namespace {
 
+TEST(Engine, ARequestHearsOfItsSeatBeforeItsPromptIsComputed) {
+  auto control = std::make_shared<Control>();
+  control->gate.close();
+  auto engine = make_engine(small_config(), control);
+  const uint64_t id = engine->submit(request(prompt_of(6), 4));
+  control->gate.wait_until_begun(1);  // and held there
+  const std::vector<Event> events = engine->take_events(id, kSoon);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, EventKind::kAccepted);
+  EXPECT_EQ(engine->stats().slots_used, 1u);
+  control->gate.open();
+  EXPECT_EQ(wait_for(engine.get(), id).ids, expected_greedy(prompt_of(6), 4));
+}
+
 TEST(Engine, CancelInEveryStateFreesSlotAndBlocksWithinAStep) {
   auto control = std::make_shared<Control>();
   control->gate.close();

@@ -285,8 +285,8 @@ TEST(Weights, EveryRequiredTensorIsNamedWhenMissing) {
   for (const char *arch : {"llama", "qwen2", "qwen3"}) {
     std::vector<std::string> names = {"token_embd.weight", "output_norm.weight",
                                       "blk.1.attn_k.weight", "blk.0.ffn_down.weight"};
-    if (std::string(arch) == "qwen2") names.push_back("blk.1.attn_v.bias");
-    if (std::string(arch) == "qwen3") names.push_back("blk.0.attn_k_norm.weight");
+    if (std::string(arch) == "qwen2") names.emplace_back("blk.1.attn_v.bias");
+    if (std::string(arch) == "qwen3") names.emplace_back("blk.0.attn_k_norm.weight");
     for (const std::string &name : names) {
       Fixture fixture;
       fixture.arch = arch;

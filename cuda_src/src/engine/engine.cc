@@ -309,6 +309,8 @@ bool Engine::run_lane(Lane *lane) {
            "the answer has outgrown the whole KV pool; raise kv_memory or lower max_tokens");
   }
   if (schedule.rows.empty()) return false;
+  // A request hears that it has its seat before its prompt is computed, not after.
+  if (!new_events_.empty()) publish();
 
   lane->runner.forward(schedule.rows);
   std::vector<SampleRow> sample_rows;
@@ -426,6 +428,7 @@ void Engine::fail(const std::string &message) {
       cancels_.clear();
     }
     std::vector<uint64_t> ids;
+    ids.reserve(requests_.size());
     for (const auto &entry : requests_) ids.push_back(entry.first);
     std::sort(ids.begin(), ids.end());
     for (const uint64_t id : ids) {
