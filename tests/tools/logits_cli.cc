@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
@@ -109,6 +108,16 @@ class Forward {
   xllm::KvLayout layout_;
   int chunk_;
 };
+
+// A non-negative integer argument.
+int number(const char *text) {
+  const std::string digits = text;
+  if (digits.empty() || digits.size() > 6 ||
+      digits.find_first_not_of("0123456789") != digits.npos) {
+    throw xllm::Error(xllm::Status::kInvalidArgument, "expected a number, found " + digits);
+  }
+  return std::stoi(digits);
+}
 
 void serve(char **argv) {
   const std::string form = argv[2];
