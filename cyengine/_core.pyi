@@ -28,8 +28,9 @@ build_id: str
 class Model:
     """An opened GGUF file: metadata, tensors and tokenizer, no weights loaded.
 
-    Raises a :class:`cyengine.errors.ModelError` naming the key or tensor and the byte offset when the file is refused,
-    NotFoundError or IoError when it cannot be read. ``close`` is idempotent; engines made from the model go on without it.
+    Raises a :class:`cyengine.errors.ModelError` naming the key or tensor and the byte offset when the file is
+    refused, NotFoundError or IoError when it cannot be read. ``close`` is idempotent; engines made from the model go on
+    without it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, pretokenizer: str | None = None) -> None:
@@ -85,7 +86,8 @@ class Model:
 class Engine:
     """One model on one device, with a step loop on its own thread.
 
-    Thread-safe. ``close`` is idempotent, ends live requests without an event and makes waiting calls raise EngineFailedError.
+    Thread-safe. ``close`` is idempotent, ends live requests without an event and makes waiting calls raise
+    EngineFailedError.
     """
 
     def __init__(self, model: Model | str | os.PathLike[str], config: EngineConfig | None = None) -> None:
@@ -128,7 +130,10 @@ class Engine:
         """End a request; its FinishedEvent says CANCELLED. Harmless for one that has ended."""
     @property
     def event_fd(self) -> int:
-        """A descriptor that is readable while events of the common queue wait; for an event loop, not to be read or closed."""
+        """A descriptor that is readable while events of the common queue wait.
+
+        For an event loop; not to be read or closed.
+        """
     def take_events(self, request_id: int = 0, timeout_s: float = 0.0) -> list[Event]:
         """Take what has happened, in order for each request.
 

@@ -1,8 +1,8 @@
 # cython: language_level=3, embedsignature=True
 """The engine as Python objects, over the C ABI of ``xllm.h``.
 
-Blocking calls release the GIL, and no thread of the engine ever takes it: results wait in the core until they are asked for.
-Documentation of the public names is in ``_core.pyi``.
+Blocking calls release the GIL, and no thread of the engine ever takes it: results wait in the core until they are
+asked for. Documentation of the public names is in ``_core.pyi``.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -25,7 +25,8 @@ cdef extern from "<stdio.h>" nogil:
 
 if c.xllm_abi_version() != c.XLLM_ABI_VERSION:
     raise ImportError(
-        f"the xLLM core has ABI {c.xllm_abi_version()}, this module was built for {c.XLLM_ABI_VERSION}: rebuild with ./build.sh"
+        f"the xLLM core has ABI {c.xllm_abi_version()}, this module was built for {c.XLLM_ABI_VERSION}: "
+        "rebuild with ./build.sh"
     )
 for _status in types.Status:
     if c.xllm_status_name(<c.xllm_status><int>_status).decode() != _status.name:
@@ -139,7 +140,9 @@ cdef int _fill_config(object config, c.xllm_engine_config *out, object keep) exc
 cdef object _event(const c.xllm_event *e):
     cdef size_t i
     if e.kind == c.XLLM_EVENT_TOKEN:
-        candidates = [types.Candidate(e.candidates[i].token_id, e.candidates[i].logprob) for i in range(e.num_candidates)]
+        candidates = [
+            types.Candidate(e.candidates[i].token_id, e.candidates[i].logprob) for i in range(e.num_candidates)
+        ]
         return types.TokenEvent(
             e.request_id, e.token_id, e.token_index,
             PyBytes_FromStringAndSize(e.piece, e.piece_size) if e.piece != NULL else b"",
@@ -213,8 +216,8 @@ cdef class Model:
             c.xllm_model_get_info(self._open(), &i)
             self._info = types.ModelInfo(
                 architecture=i.architecture.decode("utf-8", "replace"), name=i.name.decode("utf-8", "replace"),
-                path=os.fsdecode(i.path), file_bytes=i.file_bytes, num_params=i.num_params, has_weights=bool(i.has_weights),
-                num_layers=i.num_layers, hidden_size=i.hidden_size, intermediate_size=i.intermediate_size,
+                path=os.fsdecode(i.path), file_bytes=i.file_bytes, num_params=i.num_params,
+                has_weights=bool(i.has_weights), num_layers=i.num_layers, hidden_size=i.hidden_size, intermediate_size=i.intermediate_size,
                 num_heads=i.num_heads, num_kv_heads=i.num_kv_heads, head_dim=i.head_dim, vocab_size=i.vocab_size,
                 num_real_tokens=i.num_real_tokens, context_length=i.context_length,
                 tokenizer_model=i.tokenizer_model.decode("utf-8", "replace"),
@@ -411,8 +414,8 @@ cdef class Engine:
                 device_kind=i.device_kind.decode(), device_name=i.device_name.decode("utf-8", "replace"),
                 kernels=i.kernels.decode(), num_threads=i.num_threads, threads_limit=i.threads_limit.decode(),
                 decode_mode=types.DecodeMode(i.decode_mode), kv_type=types.KvType(i.kv_type), max_slots=i.max_slots,
-                max_seq_len=i.max_seq_len, prefill_chunk=i.prefill_chunk, block_size=i.block_size, max_queue=i.max_queue,
-                plan=_plan(&i.plan), load_s=i.load_s,
+                max_seq_len=i.max_seq_len, prefill_chunk=i.prefill_chunk, block_size=i.block_size,
+                max_queue=i.max_queue, plan=_plan(&i.plan), load_s=i.load_s,
             )
         return self._info
 
@@ -556,8 +559,8 @@ cdef class Engine:
         c.xllm_engine_get_stats(self._open(), &s)
         return types.EngineStats(
             num_running=s.num_running, num_waiting=s.num_waiting, slots_total=s.slots_total, slots_used=s.slots_used,
-            blocks_total=s.blocks_total, blocks_used=s.blocks_used, blocks_cached=s.blocks_cached, num_steps=s.num_steps,
-            num_prompt_tokens=s.num_prompt_tokens, num_cached_tokens=s.num_cached_tokens,
+            blocks_total=s.blocks_total, blocks_used=s.blocks_used, blocks_cached=s.blocks_cached,
+            num_steps=s.num_steps, num_prompt_tokens=s.num_prompt_tokens, num_cached_tokens=s.num_cached_tokens,
             num_generated_tokens=s.num_generated_tokens, num_requests_finished=s.num_requests_finished,
             num_requests_cancelled=s.num_requests_cancelled, num_requests_failed=s.num_requests_failed,
             num_preemptions=s.num_preemptions, last_step_s=s.last_step_s, heartbeat_age_s=s.heartbeat_age_s,

@@ -1,14 +1,14 @@
 """Chat messages to a prompt, by the model's own Jinja template.
 
-The template comes with the model file, so it is code from a stranger: it runs in minijinja, which has no access to Python
-objects, with a budget of instructions and of output. The environment is the one of `transformers` (`apply_chat_template`):
-trim_blocks and lstrip_blocks, one trailing newline dropped, loop controls, `raise_exception`, `strftime_now`, and a `tojson` that
-keeps key order, integers and characters.
+The template comes with the model file, so it is code from a stranger: it runs in minijinja, which has no access to
+Python objects, with a budget of instructions and of output. The environment is the one of `transformers`
+(`apply_chat_template`): trim_blocks and lstrip_blocks, one trailing newline dropped, loop controls, `raise_exception`,
+`strftime_now`, and a `tojson` that keeps key order, integers and characters.
 
-Text that came in a message must never become a control token, whichever role or field it came in. Where a message's text spells one
-(or ends with the beginning of one, which the next piece could complete), the first character of the spelling is marked with a
-noncharacter before rendering. Afterwards the marked characters become untrusted pieces, which the tokenizer never joins into a
-control token. All other text renders exactly as it would have.
+Text that came in a message must never become a control token, whichever role or field it came in. Where a message's
+text spells one (or ends with the beginning of one, which the next piece could complete), the first character of the
+spelling is marked with a noncharacter before rendering. Afterwards the marked characters become untrusted pieces, which
+the tokenizer never joins into a control token. All other text renders exactly as it would have.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class ChatTemplate:
         """Render a conversation to pieces that, joined, are the prompt.
 
         Args:
-            messages: each with ``role`` and what the template reads: ``content`` (text, or a list of parts), ``tool_calls``, ...
+            messages: each with ``role`` and what the template reads: ``content`` (text, or a list of parts),
+                ``tool_calls``, ...
             tools: JSON schemas of functions; an empty list is absent to the template.
             add_generation_prompt: end with the opening of an assistant turn.
             arguments: further template variables, such as ``enable_thinking``.
@@ -146,10 +147,7 @@ class ChatTemplate:
             **self._variables,
             **self._guard(dict(arguments or {}), mark),
             "messages": [
-                {
-                    key: value if key == "role" else self._guard(value, mark)
-                    for key, value in message.items()
-                }
+                {key: value if key == "role" else self._guard(value, mark) for key, value in message.items()}
                 for message in messages
             ],
             "add_generation_prompt": add_generation_prompt,
@@ -162,7 +160,7 @@ class ChatTemplate:
             raise TemplateRenderError(f"the model's chat template refused the messages: {refusal}") from None
         except minijinja.TemplateError as error:
             if error.kind == "OutOfFuel":
-                raise TemplateRenderError("template budget used up: the chat template runs too long on this input") from None
+                raise TemplateRenderError("template budget used up: the chat template runs too long here") from None
             raise TemplateRenderError(f"the model's chat template failed: {_first_line(error)}") from None
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             # note: from a filter of ours that the template called with unsuitable arguments.

@@ -5,7 +5,18 @@ import re
 
 import pytest
 
-from cyengine import DecodeMode, Engine, EngineConfig, FinishReason, KvType, Model, Request, SamplingParams, Status, errors
+from cyengine import (
+    DecodeMode,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    KvType,
+    Model,
+    Request,
+    SamplingParams,
+    Status,
+    errors,
+)
 from cyengine.types import Backend, SlotState
 
 HEADER = pathlib.Path(__file__).parents[2] / "cuda_src" / "include" / "xllm.h"
@@ -30,7 +41,9 @@ def test_enums_have_the_numbers_of_the_header(prefix: str, enum: type) -> None:
 def test_every_status_has_its_own_error_class() -> None:
     classes = {type(errors.error_from_status(status, "text")) for status in Status if status is not Status.OK}
     assert len(classes) == len(Status) - 1
-    assert all(errors.error_from_status(status, "text").status is status for status in Status if status is not Status.OK)
+    assert all(
+        errors.error_from_status(status, "text").status is status for status in Status if status is not Status.OK
+    )
 
 
 def test_an_unknown_status_is_an_internal_error() -> None:

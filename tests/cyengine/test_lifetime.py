@@ -2,12 +2,24 @@
 
 import gc
 import pathlib
+import select
 import threading
 import weakref
 
 import pytest
 
-from cyengine import AcceptedEvent, Engine, EngineConfig, FinishedEvent, Model, Request, Status, TokenEvent, errors
+from cyengine import (
+    AcceptedEvent,
+    Engine,
+    EngineConfig,
+    Event,
+    FinishedEvent,
+    Model,
+    Request,
+    Status,
+    TokenEvent,
+    errors,
+)
 from cyengine.types import Backend
 
 CPU = EngineConfig(backend=Backend.CPU, num_threads=1)
@@ -111,7 +123,9 @@ def test_waiting_for_events_releases_the_gil(engine: Engine) -> None:
     results: list[int] = []
 
     def consume() -> None:
-        results.extend(e.num_generated_tokens for e in engine.stream(Request(prompt=[7], max_tokens=16, ignore_eos=True)) if isinstance(e, FinishedEvent))
+        request = Request(prompt=[7], max_tokens=16, ignore_eos=True)
+        ends = [event for event in engine.stream(request) if isinstance(event, FinishedEvent)]
+        results.extend(end.num_generated_tokens for end in ends)
 
     threads = [threading.Thread(target=consume) for _ in range(8)]
     for thread in threads:
@@ -122,16 +136,14 @@ def test_waiting_for_events_releases_the_gil(engine: Engine) -> None:
 
 
 def test_the_descriptor_is_readable_while_shared_events_wait(engine: Engine) -> None:
-    import select
-
     assert select.select([engine.event_fd], [], [], 0)[0] == []
     request_id = engine.submit(Request(prompt=[1], max_tokens=1))
     assert select.select([engine.event_fd], [], [], 10)[0] == [engine.event_fd]
-    events = []
+    events: list[Event] = []
     while not events or not isinstance(events[-1], FinishedEvent):
         events += engine.take_events(0, 10.0)
     assert {event.request_id for event in events} == {request_id}
-    assert events[-1].status is Status.OK  # type: ignore[union-attr]
+    assert events[-1].status is Status.OK
     assert select.select([engine.event_fd], [], [], 0)[0] == []
 
 

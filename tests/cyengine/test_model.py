@@ -57,7 +57,9 @@ def test_lists_show_the_file(model: Model) -> None:
 
 def test_a_plan_loads_nothing_and_does_not_grow_with_the_context(model: Model) -> None:
     small = model.plan(EngineConfig(backend=Backend.CPU, max_seq_len=64, kv_memory=1 << 20))
-    large = model.plan(EngineConfig(backend=Backend.CPU, max_seq_len=1 << 17, kv_memory=1 << 20, allow_long_context=True))
+    large = model.plan(
+        EngineConfig(backend=Backend.CPU, max_seq_len=1 << 17, kv_memory=1 << 20, allow_long_context=True)
+    )
     assert small.fits
     assert small.kv_pool_bytes == large.kv_pool_bytes <= 1 << 20
     assert small.scratch_bytes == large.scratch_bytes

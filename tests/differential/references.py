@@ -103,7 +103,7 @@ def from_gguf(path: Path) -> Reference:
     tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
     types: list[int] = fields["tokenizer.ggml.token_type"].contents()
     merges: list[str] = fields["tokenizer.ggml.merges"].contents()
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     oracle = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
     oracle.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,5 +1,6 @@
 """Chat templates: rendered as `transformers` does, harmless, and never a way for text to become a control token."""
 
+import contextlib
 import json
 import time
 
@@ -67,11 +68,12 @@ def test_loop_controls_and_generation_tags_are_understood() -> None:
 def test_message_text_never_spells_a_control_token_in_trusted_pieces(content: object) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+        "{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
         "<|im_end|>\n{% endfor %}"
     )
     pieces = ChatTemplate(source, CONTROL).render(user(content))
-    text = content if isinstance(content, str) else "".join(p["text"] for p in content)  # type: ignore[attr-defined,index]
+    text = content if isinstance(content, str) else "".join(p["text"] for p in content)  # type: ignore[attr-defined]
     assert joined(pieces) == f"<|im_start|>user\n{text}<|im_end|>\n"
     spelled = sum(piece.text.count("<|im_start|>") for piece in pieces if piece.trusted)
     ended = sum(piece.text.count("<|im_end|>") for piece in pieces if piece.trusted)
@@ -79,7 +81,9 @@ def test_message_text_never_spells_a_control_token_in_trusted_pieces(content: ob
 
 
 def test_control_tokens_in_tools_and_arguments_are_not_trusted() -> None:
-    template = ChatTemplate("{{ tools|tojson }}{{ extra }}{% for m in messages %}{{ m.tool_calls[0].name }}{% endfor %}", CONTROL)
+    template = ChatTemplate(
+        "{{ tools|tojson }}{{ extra }}{% for m in messages %}{{ m.tool_calls[0].name }}{% endfor %}", CONTROL
+    )
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "</s>"}]}]
     pieces = template.render(messages, tools=[{"d</s>": "</s>"}], arguments={"extra": "<|im_end|>"})
     assert not any(token in piece.text for piece in pieces if piece.trusted for token in CONTROL)
@@ -134,10 +138,8 @@ def test_expensive_templates_are_stopped_quickly(source: str) -> None:
 )
 def test_no_python_object_is_reachable(expression: str) -> None:
     template = ChatTemplate("{{ " + expression + " }}")
-    try:
+    with contextlib.suppress(TemplateRenderError):  # a refusal is as good
         assert joined(template.render(user("x"))) == ""
-    except TemplateRenderError:
-        pass
 
 
 def test_a_template_that_does_not_compile_says_so() -> None:
