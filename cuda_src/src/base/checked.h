@@ -21,7 +21,8 @@ inline bool checked_mul(uint64_t a, uint64_t b, uint64_t *out) {
   return true;
 }
 
-// The smallest multiple of `alignment` (a power of two) that is >= value; false when it does not fit.
+// The smallest multiple of `alignment` (a power of two) that is >= value; false when it does not
+// fit.
 inline bool checked_align(uint64_t value, uint64_t alignment, uint64_t *out) {
   uint64_t padded = 0;
   if (!checked_add(value, alignment - 1, &padded)) return false;

@@ -1,5 +1,6 @@
-// Errors of the core. Expected outcomes (no free block, queue full) are return values; an exception is for what ends a load, a
-// request or the engine. None crosses the C ABI: capi turns each into an xllm_status and a message.
+// Errors of the core. Expected outcomes (no free block, queue full) are return values; an exception
+// is for what ends a load, a request or the engine. None crosses the C ABI: capi turns each into an
+// xllm_status and a message.
 #pragma once
 
 #include <exception>
@@ -9,7 +10,8 @@
 
 namespace xllm {
 
-// Same numbers as xllm_status in xllm.h (asserted in capi); one value per reason that a caller can act on.
+// Same numbers as xllm_status in xllm.h (asserted in capi); one value per reason that a caller can
+// act on.
 enum class Status : int {
   kOk = 0,
   kInvalidArgument = 1,     // a field is wrong; `field` in the details names it
@@ -43,9 +45,11 @@ enum class Status : int {
   kInternal = 29,           // a broken invariant of ours
 };
 
-// An error with a machine-readable status, one line of text that names the thing, what was expected and what was found, and
-// details for programs (key, value): "field", "bytes_needed", "engine_mode", ...
-// note: default visibility, because the CUDA library throws it across the boundary of a shared object.
+// An error with a machine-readable status, one line of text that names the thing, what was expected
+// and what was found, and details for programs (key, value): "field", "bytes_needed",
+// "engine_mode", ...
+// note: default visibility, because the CUDA library throws it across the boundary of a shared
+// object.
 class __attribute__((visibility("default"))) Error : public std::exception {
  public:
   using Details = std::vector<std::pair<std::string, std::string>>;
@@ -69,7 +73,8 @@ class __attribute__((visibility("default"))) Error : public std::exception {
 
 }  // namespace xllm
 
-// For our own mistakes only: never reachable from a request or a file. Compiled out of release builds.
+// For our own mistakes only: never reachable from a request or a file. Compiled out of release
+// builds.
 #ifdef NDEBUG
 #define XLLM_DCHECK(expression) static_cast<void>(sizeof(!(expression)))
 #else

@@ -1,4 +1,5 @@
-// IEEE 754 binary16 and bfloat16 to and from float, by bits: the same result on every machine (round to nearest even).
+// IEEE 754 binary16 and bfloat16 to and from float, by bits: the same result on every machine
+// (round to nearest even).
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,9 @@ inline uint16_t float_to_half(float value) {
   const uint32_t bits = float_bits(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
-  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // >= 65520 rounds to infinity
+  if (magnitude > 0x7f800000u)
+    return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // from 65520
   if (magnitude < 0x38800000u) {  // subnormal or zero: adding 0.5 aligns the rounding to 2^-24
     const float shifted = float_from_bits(magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (float_bits(shifted) - 0x3f000000u));

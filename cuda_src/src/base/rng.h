@@ -1,5 +1,6 @@
-// Counter-based random numbers (Philox4x32-10, Salmon et al., SC'11): a pure function of (seed, position), so a request's
-// numbers do not depend on what else runs, on the order of steps, or on a resumption.
+// Counter-based random numbers (Philox4x32-10, Salmon et al., SC'11): a pure function of (seed,
+// position), so a request's numbers do not depend on what else runs, on the order of steps, or on a
+// resumption.
 #pragma once
 
 #include <cstdint>

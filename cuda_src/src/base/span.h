@@ -13,10 +13,12 @@ class Span {
   constexpr Span() = default;
   constexpr Span(T *data, size_t size) : data_(data), size_(size) {}
   // Views of a vector: a const one yields Span<const U> only.
+  // NOLINTBEGIN(google-explicit-constructor)
   template <typename U, typename = std::enable_if_t<std::is_convertible_v<const U (*)[], T (*)[]>>>
-  Span(const std::vector<U> &v) : data_(v.data()), size_(v.size()) {}  // NOLINT(google-explicit-constructor)
+  Span(const std::vector<U> &v) : data_(v.data()), size_(v.size()) {}
   template <typename U, typename = std::enable_if_t<std::is_convertible_v<U (*)[], T (*)[]>>>
-  Span(std::vector<U> &v) : data_(v.data()), size_(v.size()) {}  // NOLINT(google-explicit-constructor)
+  Span(std::vector<U> &v) : data_(v.data()), size_(v.size()) {}
+  // NOLINTEND(google-explicit-constructor)
 
   constexpr T *data() const { return data_; }
   constexpr size_t size() const { return size_; }

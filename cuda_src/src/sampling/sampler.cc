@@ -11,7 +11,8 @@
 namespace xllm {
 namespace {
 
-// Weights up to here are those that exp_neg gives for what is out of reach, forbidden ids among them.
+// Weights up to here are those that exp_neg gives for what is out of reach, forbidden ids among
+// them.
 constexpr double kNoWeight = 1e-300;
 
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();

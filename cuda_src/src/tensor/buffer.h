@@ -11,8 +11,9 @@ namespace xllm {
 class Allocator {
  public:
   virtual ~Allocator() = default;
-  // `size_bytes` bytes aligned to 256, contents undefined. Pages of a host allocation are not touched (so a large pool costs
-  // nothing until it is used). Throws Error(kMemory) with bytes_needed and bytes_free.
+  // `size_bytes` bytes aligned to 256, contents undefined. Pages of a host allocation are not
+  // touched (so a large pool costs nothing until it is used). Throws Error(kMemory) with
+  // bytes_needed and bytes_free.
   virtual void *allocate(uint64_t size_bytes) = 0;
   // Takes back what allocate returned; null is allowed.
   virtual void free(void *memory, uint64_t size_bytes) noexcept = 0;

@@ -5,7 +5,8 @@
 namespace xllm {
 namespace {
 
-// Indexed by GGUF type number. An empty name is a number that GGUF withdrew; block_elems 0, a type this build has no code for.
+// Indexed by GGUF type number. An empty name is a number that GGUF withdrew; block_elems 0, a type
+// this build has no code for.
 constexpr DTypeInfo kTypes[] = {
     {"f32", 1, 4},
     {"f16", 1, 2},

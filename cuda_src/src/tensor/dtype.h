@@ -5,7 +5,8 @@
 
 namespace xllm {
 
-// Numbers are those of the GGUF tensor table (github.com/ggml-org/ggml docs/gguf.md); gaps are types we refuse by name.
+// Numbers are those of the GGUF tensor table (github.com/ggml-org/ggml docs/gguf.md); gaps are
+// types we refuse by name.
 enum class DType : uint32_t {
   kF32 = 0,
   kF16 = 1,
@@ -33,10 +34,13 @@ struct DTypeInfo {
 // The description of a GGUF type number, or nullptr when this build does not know it.
 const DTypeInfo *find_dtype_info(uint32_t gguf_type);
 
-// The name of any GGUF type number that has one, known to this build or not ("iq2_xxs"), else nullptr; for refusals.
+// The name of any GGUF type number that has one, known to this build or not ("iq2_xxs"), else
+// nullptr; for refusals.
 const char *gguf_type_name(uint32_t gguf_type);
 
-inline const DTypeInfo &dtype_info(DType dtype) { return *find_dtype_info(static_cast<uint32_t>(dtype)); }
+inline const DTypeInfo &dtype_info(DType dtype) {
+  return *find_dtype_info(static_cast<uint32_t>(dtype));
+}
 
 // Bytes of `num_elems` elements; num_elems must be a multiple of the block size.
 inline uint64_t dtype_bytes(DType dtype, uint64_t num_elems) {

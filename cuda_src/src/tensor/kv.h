@@ -1,18 +1,22 @@
-// Where keys and values lie in memory: the layout that the pool allocates and every backend reads and writes.
+// Where keys and values lie in memory: the layout that the pool allocates and every backend reads
+// and writes.
 //
-// The cache is a pool of blocks of `block_size` token positions. A block is contiguous and holds all layers:
-//   block = layers x { K, V } x kv_heads x page
-//   page  = codes [block_size, head_dim], then scales [block_size, head_dim / 32] f16 (int8 and int4 only)
-// so that a block can be copied, swapped or shared as one piece. A page is the unit that attention streams.
-// Types: f32 and f16 store the value. int8: x = scale * q, q in -127..127, one scale per token and 32 channels. int4: x = scale * q,
-// q in -7..7 stored as q + 8, channel 2i in the low and 2i + 1 in the high nibble.
+// The cache is a pool of blocks of `block_size` token positions. A block is contiguous and holds
+//   all layers: block = layers x { K, V } x kv_heads x page
+//   page  = codes [block_size, head_dim], then scales [block_size, head_dim / 32] f16 (int8 and
+//         int4 only)
+// so that a block can be copied, swapped or shared as one piece. A page is the unit that attention
+// streams. Types: f32 and f16 store the value. int8: x = scale * q, q in -127..127, one scale per
+// token and 32 channels. int4: x = scale * q, q in -7..7 stored as q + 8, channel 2i in the low and
+// 2i + 1 in the high nibble.
 #pragma once
 
 #include <cstdint>
 
 namespace xllm {
 
-// Numbers are those of xllm_kv_type in xllm.h; f32 belongs to the per-slot path and cannot be asked for.
+// Numbers are those of xllm_kv_type in xllm.h; f32 belongs to the per-slot path and cannot be asked
+// for.
 enum class KvType : int { kF16 = 0, kInt8 = 1, kInt4 = 2, kF32 = 3 };
 
 constexpr int kKvGroup = 32;  // channels that share a scale
@@ -46,14 +50,17 @@ struct KvLayout {
   }
   // Offset of the scales within a page.
   uint64_t scales_offset() const { return row_bytes() * static_cast<uint64_t>(block_size); }
-  uint64_t page_bytes() const { return (row_bytes() + scale_row_bytes()) * static_cast<uint64_t>(block_size); }
+  uint64_t page_bytes() const {
+    return (row_bytes() + scale_row_bytes()) * static_cast<uint64_t>(block_size);
+  }
   // Bytes of K and V of one layer within a block.
   uint64_t layer_bytes() const { return 2 * static_cast<uint64_t>(num_kv_heads) * page_bytes(); }
   uint64_t block_bytes() const { return layer_bytes() * static_cast<uint64_t>(num_layers); }
   uint64_t bytes_per_token() const { return block_bytes() / static_cast<uint64_t>(block_size); }
 };
 
-// The memory behind the block ids: num_blocks blocks from `base`, on the backend's device. Not owned.
+// The memory behind the block ids: num_blocks blocks from `base`, on the backend's device. Not
+// owned.
 struct KvView {
   KvLayout layout;
   uint8_t *base = nullptr;
@@ -68,7 +75,8 @@ struct KvView {
  private:
   uint8_t *page(int layer, int block, int index) const {
     return base + static_cast<uint64_t>(block) * layout.block_bytes() +
-           static_cast<uint64_t>(layer) * layout.layer_bytes() + static_cast<uint64_t>(index) * layout.page_bytes();
+           static_cast<uint64_t>(layer) * layout.layer_bytes() +
+           static_cast<uint64_t>(index) * layout.page_bytes();
   }
 };
 

@@ -1,6 +1,7 @@
 // GGUF's quantised block formats: the one description that CPU, CUDA and the dequantisers read.
-// x[i] is element i of a block; all multi-byte fields are little endian; f16 fields hold IEEE binary16 bits.
-// Formats: github.com/ggml-org/ggml docs/gguf.md and the block layouts of the files themselves.
+// x[i] is element i of a block; all multi-byte fields are little endian; f16 fields hold IEEE
+// binary16 bits. Formats: github.com/ggml-org/ggml docs/gguf.md and the block layouts of the files
+// themselves.
 #pragma once
 
 // note: device code compiles this header without the host's library headers (NVRTC has none).
@@ -33,7 +34,8 @@ struct BlockQ4_1 {
 };
 static_assert(sizeof(BlockQ4_1) == 20, "q4_1 block size");
 
-// x[i] = d * (q[i] - 16). Low four bits as in q4_0; the fifth bit of q[i] is bit i of qh, read as a 32-bit number.
+// x[i] = d * (q[i] - 16). Low four bits as in q4_0; the fifth bit of q[i] is bit i of qh, read as a
+// 32-bit number.
 struct BlockQ5_0 {
   uint16_t d;
   uint8_t qh[4];
@@ -58,7 +60,8 @@ struct BlockQ8_0 {
 static_assert(sizeof(BlockQ8_0) == 34, "q8_0 block size");
 
 // 16 sub-blocks of 16: x = d * (scales[s] & 15) * q - dmin * (scales[s] >> 4), q in 0..3.
-// Each half of 128 elements uses 32 bytes of qs: element 32 * k + l of the half is bits 2k, 2k + 1 of byte l.
+// Each half of 128 elements uses 32 bytes of qs: element 32 * k + l of the half is bits 2k, 2k + 1
+// of byte l.
 struct BlockQ2_K {
   uint8_t scales[16];
   uint8_t qs[64];
@@ -67,9 +70,10 @@ struct BlockQ2_K {
 };
 static_assert(sizeof(BlockQ2_K) == 84, "q2_k block size");
 
-// 16 sub-blocks of 16: x = d * (scale[s] - 32) * (q - (high bit ? 0 : 4)), q the two bits laid out as in q2_k.
-// High bit of element e: bit e / 32 of hmask[e % 32]. scale[s] has 6 bits: the low four in scales[0..7] (low nibbles s = 0..7,
-// high nibbles s = 8..15), the top two in scales[8 + s % 4], at bits 2 * (s / 4).
+// 16 sub-blocks of 16: x = d * (scale[s] - 32) * (q - (high bit ? 0 : 4)), q the two bits laid out
+// as in q2_k. High bit of element e: bit e / 32 of hmask[e % 32]. scale[s] has 6 bits: the low four
+// in scales[0..7] (low nibbles s = 0..7, high nibbles s = 8..15), the top two in scales[8 + s % 4],
+// at bits 2 * (s / 4).
 struct BlockQ3_K {
   uint8_t hmask[32];
   uint8_t qs[64];
@@ -81,7 +85,8 @@ static_assert(sizeof(BlockQ3_K) == 110, "q3_k block size");
 // 8 sub-blocks of 32: x = d * scale[s] * q - dmin * min[s], q in 0..15.
 // Each pair of sub-blocks uses 32 bytes of qs: even s in the low, odd s in the high nibbles.
 // scale and min have 6 bits. s < 4: scale = scales[s] & 63, min = scales[s + 4] & 63.
-// s >= 4: scale = (scales[s + 4] & 15) | (scales[s - 4] >> 6) << 4, min = (scales[s + 4] >> 4) | (scales[s] >> 6) << 4.
+// s >= 4: scale = (scales[s + 4] & 15) | (scales[s - 4] >> 6) << 4, min = (scales[s + 4] >> 4) |
+// (scales[s] >> 6) << 4.
 struct BlockQ4_K {
   uint16_t d;
   uint16_t dmin;
@@ -101,8 +106,9 @@ struct BlockQ5_K {
 static_assert(sizeof(BlockQ5_K) == 176, "q5_k block size");
 
 // 16 sub-blocks of 16: x = d * scales[s] * (q - 32), q in 0..63.
-// Each half of 128 elements uses 64 bytes of ql and 32 of qh: element 32 * k + l of the half takes its low four bits from
-// ql[32 * (k % 2) + l] (low nibble for k < 2, else high) and its top two from bits 2k, 2k + 1 of qh[l].
+// Each half of 128 elements uses 64 bytes of ql and 32 of qh: element 32 * k + l of the half takes
+// its low four bits from ql[32 * (k % 2) + l] (low nibble for k < 2, else high) and its top two
+// from bits 2k, 2k + 1 of qh[l].
 struct BlockQ6_K {
   uint8_t ql[128];
   uint8_t qh[64];
@@ -118,8 +124,8 @@ struct BlockIQ4_NL {
 };
 static_assert(sizeof(BlockIQ4_NL) == 18, "iq4_nl block size");
 
-// 8 sub-blocks of 32: x = d * (scale[s] - 32) * kIq4Values[q]. scale[s]: low four bits in nibble s of scales_l, top two at bits
-// 2s of scales_h. Sub-block s uses 16 bytes of qs, nibbles as in q4_0.
+// 8 sub-blocks of 32: x = d * (scale[s] - 32) * kIq4Values[q]. scale[s]: low four bits in nibble s
+// of scales_l, top two at bits 2s of scales_h. Sub-block s uses 16 bytes of qs, nibbles as in q4_0.
 struct BlockIQ4_XS {
   uint16_t d;
   uint16_t scales_h;
@@ -128,7 +134,8 @@ struct BlockIQ4_XS {
 };
 static_assert(sizeof(BlockIQ4_XS) == 136, "iq4_xs block size");
 
-// The non-linear code book of iq4_nl and iq4_xs. A macro so that host and device code can each place it where it is fast.
+// The non-linear code book of iq4_nl and iq4_xs. A macro so that host and device code can each
+// place it where it is fast.
 #define XLLM_IQ4_VALUES {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}
 
 }  // namespace xllm

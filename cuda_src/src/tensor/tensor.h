@@ -8,8 +8,9 @@
 
 namespace xllm {
 
-// A row-major matrix of `rows` rows of `cols` elements, each row a whole number of quant blocks; or nothing (data null).
-// In GGUF's dimension order that is ne[0] = cols, ne[1] = rows. A vector has rows = 1.
+// A row-major matrix of `rows` rows of `cols` elements, each row a whole number of quant blocks; or
+// nothing (data null). In GGUF's dimension order that is ne[0] = cols, ne[1] = rows. A vector has
+// rows = 1.
 struct MatrixView {
   const void *data = nullptr;
   DType dtype = DType::kF32;
