@@ -13,11 +13,15 @@ from cyengine.types import (
     EngineStats,
     Event,
     Fact,
+    FinishedEvent,
     Metadata,
     ModelInfo,
     Plan,
     Request,
+    SamplingParams,
+    Slot,
     SlotInfo,
+    SlotStep,
     TensorInfo,
     TextPiece,
 )
@@ -180,3 +184,85 @@ class Engine:
         """A snapshot; never waits for the step loop."""
     def slots(self) -> list[SlotInfo]:
         """A snapshot of every slot; never waits for the step loop."""
+    def slot(self, index: int) -> SlotInfo:
+        """A snapshot of one slot; never waits for the step loop. NotFoundError: no slot of that number."""
+
+    # ---- slots as a resource: own one, fill it, decode it, give it back. ``xllm.h`` says how slots and requests share an engine.
+    #
+    # Every call that takes a Slot raises StaleEpochError when it changed hands or was released, LeaseLostError when its lease ran
+    # out, NotFoundError for a number that no slot has. Nothing changes where a call is refused.
+
+    def acquire(
+        self, decode_mode: DecodeMode = DecodeMode.AUTO, *, lease_s: float = 60.0, slot: int | None = None
+    ) -> Slot:
+        """Own a free slot for `lease_s` seconds; never waits for the step loop.
+
+        Args:
+            decode_mode: the mode of the slot until it is free again; the result has the effective one.
+            lease_s: length of the lease, more than 0; ``renew`` starts it anew.
+            slot: this very slot, or none at all; None: any.
+
+        Raises:
+            DecodeModeMismatchError: the engine decodes the other way.
+            NoFreeSlotError: all are taken, or the one asked for is.
+            MemoryLimitError: an AUTO engine cannot load the set of weights that this mode needs; nothing is allocated.
+            DrainingError: the engine takes no new work.
+        """
+    def renew(self, slot: Slot, lease_s: float = 60.0) -> SlotInfo:
+        """Let the lease end `lease_s` seconds from now."""
+    def release(self, slot: Slot) -> SlotInfo:
+        """End the ownership; a call that runs in the slot ends as LEASE_LOST. Its blocks are back within one step."""
+    def submit_prefill(
+        self, slot: Slot, token_ids: Sequence[int], *, private: bool = False, max_duration_s: float = 0.0
+    ) -> int:
+        """Start to compute a prompt into an ACQUIRED slot, or to append one to a READY slot; returns the call's id.
+
+        Its events come as a request's: AcceptedEvent, PrefillEvent after each chunk, FinishedEvent (PREFILLED). ``cancel`` ends it
+        and leaves the slot as it was before.
+
+        Raises:
+            SlotStateError: something runs in the slot.
+            PromptTooLongError: history and prompt leave no room for a token.
+            NeverFitsError: they exceed the whole KV pool.
+        """
+    def prefill(self, slot: Slot, token_ids: Sequence[int]) -> FinishedEvent:
+        """``submit_prefill`` and wait for its end; raises what it failed with (also KvExhaustedError)."""
+    def submit_decode_slot(self, slot: Slot, request: Request, *, private: bool = False) -> int:
+        """Per-slot API: generate in one READY slot; returns the call's id.
+
+        Args:
+            slot: acquired PER_SLOT.
+            request: how to generate, without prompt; priority and max_queue_s do nothing.
+            private: as for ``submit``.
+
+        Raises:
+            DecodeModeMismatchError: the slot is a batched one.
+            SlotStateError: the slot is not READY, or is full.
+        """
+    def submit_decode_batch(
+        self, entries: Sequence[tuple[Slot, Request]], *, private: bool = False
+    ) -> list[int]:
+        """Batched API: generate in several READY slots in lock-step; returns one id for each entry, each with its own events.
+
+        All begin in the same step, and each that still runs advances one token in every step. Refused as a whole when one entry is
+        (``details["entry"]`` is its index).
+
+        Raises:
+            DecodeModeMismatchError: a slot is a per-slot one.
+            SlotStateError: a slot is not READY, or is full.
+        """
+    def decode_step_slot(
+        self, slot: Slot, sampling: SamplingParams | None = None, *, logits: bool = False
+    ) -> SlotStep:
+        """Per-slot API: one token; waits for that step. Greedy unless `sampling` says otherwise."""
+    def decode_step_batch(
+        self,
+        slots: Sequence[Slot],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        logits: bool = False,
+    ) -> list[SlotStep]:
+        """Batched API: one token for each slot, all in the same step; waits for it.
+
+        When some fail, the first one's error is raised with ``details["entry"]``; the other slots have advanced.
+        """

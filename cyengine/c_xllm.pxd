@@ -299,6 +299,8 @@ cdef extern from "xllm.h" nogil:
 
     void xllm_engine_get_stats(const xllm_engine *engine, xllm_engine_stats *out_stats)
 
+    # ---- slots
+
     ctypedef enum xllm_slot_state:
         pass
 
@@ -310,5 +312,46 @@ cdef extern from "xllm.h" nogil:
         uint64_t request_id
         uint32_t num_tokens
         uint32_t num_blocks
+        int32_t is_acquired
+        double lease_left_s
+        double owned_s
 
     int xllm_engine_get_slot(const xllm_engine *engine, int32_t slot, xllm_slot_info *out_info)
+
+    ctypedef struct xllm_slot_ref:
+        int32_t slot
+        uint64_t epoch
+
+    ctypedef struct xllm_acquire_options:
+        size_t struct_size
+        xllm_decode_mode decode_mode
+        int32_t slot
+        double lease_s
+
+    void xllm_acquire_options_init(xllm_acquire_options *options)
+    xllm_status xllm_engine_acquire(xllm_engine *engine, const xllm_acquire_options *options, xllm_slot_info *out_info,
+                                    xllm_error *err)
+    xllm_status xllm_engine_renew(xllm_engine *engine, xllm_slot_ref ref, double lease_s, xllm_slot_info *out_info,
+                                  xllm_error *err)
+    xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref, xllm_slot_info *out_info, xllm_error *err)
+
+    ctypedef struct xllm_prefill_options:
+        size_t struct_size
+        const int32_t *prompt
+        size_t num_prompt
+        xllm_delivery delivery
+        double max_duration_s
+
+    void xllm_prefill_options_init(xllm_prefill_options *options)
+    xllm_status xllm_engine_prefill(xllm_engine *engine, xllm_slot_ref ref, const xllm_prefill_options *options,
+                                    uint64_t *out_id, xllm_error *err)
+    xllm_status xllm_engine_decode_slot(xllm_engine *engine, xllm_slot_ref ref, const xllm_request *request,
+                                        uint64_t *out_id, xllm_error *err)
+    xllm_status xllm_engine_decode_batch(xllm_engine *engine, const xllm_slot_ref *refs, const xllm_request *requests,
+                                         size_t num_slots, uint64_t *out_ids, xllm_error *err)
+    xllm_status xllm_engine_decode_step_slot(xllm_engine *engine, xllm_slot_ref ref,
+                                             const xllm_sampling_params *sampling, int32_t *out_token,
+                                             float *out_logits, xllm_error *err) nogil
+    xllm_status xllm_engine_decode_step_batch(xllm_engine *engine, const xllm_slot_ref *refs,
+                                              const xllm_sampling_params *sampling, size_t num_slots,
+                                              int32_t *out_tokens, float *out_logits, xllm_error *err) nogil

@@ -49,6 +49,8 @@ class FinishReason(enum.IntEnum):
     MAX_TOKENS = 4
     CONTEXT_FULL = 5
     """max_seq_len was reached before max_tokens."""
+    PREFILLED = 6
+    """A prefill: the prompt is in the slot."""
 
 
 class SlotState(enum.IntEnum):
@@ -267,8 +269,8 @@ class SamplingParams:
 class Request:
     """One generation."""
 
-    prompt: Sequence[int]
-    """Token ids, at least one."""
+    prompt: Sequence[int] = ()
+    """Token ids, at least one; none for a decode of slots, which hold theirs already."""
     sampling: SamplingParams = SamplingParams()
     max_tokens: int = 0
     """0: as many as max_seq_len leaves room for."""
@@ -391,13 +393,41 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """One ownership of a slot, as ``Engine.acquire`` returned it; passed to every call on the slot."""
+
+    index: int
+    epoch: int
+    """Raised each time that the slot is acquired; a stale one is refused."""
+    decode_mode: DecodeMode = DecodeMode.AUTO
+    """The effective mode; for information."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStep:
+    """What one step chose for a slot."""
+
+    token_id: int
+    logits: bytes | None = None
+    """float32 of the row that chose it, before biases and penalties (``numpy.frombuffer``); None unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotInfo:
-    """A snapshot of one slot."""
+    """A snapshot of one slot; fields as in ``xllm_slot_info``."""
 
     slot: int
     epoch: int
     state: SlotState
     decode_mode: DecodeMode
+    """Effective while owned; AUTO for a free slot."""
     request_id: int | None
+    """The call or request that runs in it."""
     num_tokens: int
     num_blocks: int
+    is_acquired: bool = False
+    """Owned through ``Engine.acquire``; False for a free slot and for a request's own."""
+    lease_left_s: float = 0.0
+    """Seconds until the lease of an acquired slot ends."""
+    owned_s: float = 0.0
+    """Seconds since the present owner got it."""

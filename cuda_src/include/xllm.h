@@ -48,7 +48,7 @@ extern "C" {
 #define XLLM_API
 #endif
 
-#define XLLM_ABI_VERSION 1
+#define XLLM_ABI_VERSION 2
 
 /* ------------------------------------------------------------------ status */
 
@@ -67,10 +67,10 @@ typedef enum xllm_status {
   XLLM_STATUS_QUEUE_FULL = 10,          /* nothing was queued; retry later */
   XLLM_STATUS_QUEUE_TIMEOUT = 11,       /* waited longer than max_queue_s */
   XLLM_STATUS_NO_FREE_SLOT = 12,
-  XLLM_STATUS_KV_EXHAUSTED = 13,        /* an answer has outgrown the whole KV pool */
+  XLLM_STATUS_KV_EXHAUSTED = 13,        /* an answer has outgrown the whole KV pool, or a slot what others leave of it */
   XLLM_STATUS_MEMORY = 14,              /* does not fit; details bytes_needed, bytes_free, remedy */
-  XLLM_STATUS_STALE_EPOCH = 15,         /* the slot changed hands */
-  XLLM_STATUS_LEASE_LOST = 16,
+  XLLM_STATUS_STALE_EPOCH = 15,         /* the slot changed hands, or was released */
+  XLLM_STATUS_LEASE_LOST = 16,          /* the lease ran out, or the slot was released under a running call */
   XLLM_STATUS_PERMISSION_DENIED = 17,   /* another owner's slot */
   XLLM_STATUS_CANCELLED = 18,
   XLLM_STATUS_DEADLINE_EXCEEDED = 19,
@@ -379,7 +379,8 @@ typedef enum xllm_finish_reason {
   XLLM_FINISH_STOP_TOKEN = 2,
   XLLM_FINISH_STOP_STRING = 3,
   XLLM_FINISH_MAX_TOKENS = 4,
-  XLLM_FINISH_CONTEXT_FULL = 5 /* max_seq_len reached before max_tokens */
+  XLLM_FINISH_CONTEXT_FULL = 5, /* max_seq_len reached before max_tokens */
+  XLLM_FINISH_PREFILLED = 6     /* a prefill: the prompt is in the slot */
 } xllm_finish_reason;
 
 typedef struct xllm_candidate {
@@ -442,6 +443,136 @@ XLLM_API int xllm_engine_event_fd(const xllm_engine *engine);
 XLLM_API xllm_status xllm_engine_take_events(xllm_engine *engine, uint64_t request_id, double timeout_s,
                                              xllm_events **out_events, xllm_error *err);
 
+/* ------------------------------------------------------------------ slots */
+
+/* A slot is a seat in the batch with its KV cache. Requests of xllm_engine_submit take and leave theirs by themselves; a caller that
+ * wants to go step by step owns one for a while:
+ *
+ *   acquire -> ACQUIRED -> prefill -> READY -> decode (a stream of events, or step by step) -> READY -> ... -> release
+ *
+ * Ownership   Acquiring raises the slot's epoch; (slot, epoch) names this ownership and is what every call takes. Once it has ended,
+ *             each call gives LEASE_LOST (the lease ran out and nobody has acquired the slot since) or STALE_EPOCH (otherwise). Who may
+ *             use an ownership is not the engine's business.
+ * Lease       Runs from acquire and from each renewal. At its end, as at release, a call that runs in the slot ends with LEASE_LOST, and
+ *             the slot is free and its blocks are back within one step.
+ * Seats       Slots and requests share max_slots seats, first come, first served: acquiring never ends a request, and requests wait in
+ *             the queue while owned slots hold every seat.
+ * Blocks      Slots and requests share the KV pool of their mode. What runs in an owned slot comes before all requests, which are preempted for it; an
+ *             owned slot is never preempted and keeps its blocks while idle. When not even that frees enough, the call in the slot ends
+ *             with KV_EXHAUSTED. Requests wait for blocks that owned slots hold.
+ * Tokens      A slot's last token, of a prompt or generated, is computed by the next decode or prefill: its logits choose what follows.
+ *             A prompt appended to a READY slot is a prompt of its own behind the slot's history. Only the first prompt of an ownership
+ *             is looked up in the prefix cache, and only its blocks may enter it.
+ * Calls end   by completion, cancel (xllm_engine_cancel), deadline or error. The slot stays owned and its lease goes on: READY with all
+ *             tokens generated so far after a decode, as it was before after a prefill that did not complete. */
+typedef enum xllm_slot_state {
+  XLLM_SLOT_FREE = 0,       /* nobody owns it; it holds no KV block */
+  XLLM_SLOT_ACQUIRED = 1,   /* owned, nothing computed yet; of a request: preempted */
+  XLLM_SLOT_PREFILLING = 2, /* computing a prompt */
+  XLLM_SLOT_READY = 3,      /* holds a prompt; can decode or take more prompt */
+  XLLM_SLOT_DECODING = 4,
+  XLLM_SLOT_STALLED = 5,
+  XLLM_SLOT_CANCELLING = 6 /* being stopped or freed; done within one step */
+} xllm_slot_state;
+
+typedef struct xllm_slot_info {
+  int32_t slot;
+  uint64_t epoch; /* of the present ownership, or of the last one; 0: never owned */
+  xllm_slot_state state;
+  xllm_decode_mode decode_mode; /* effective while owned; AUTO for a free slot */
+  uint64_t request_id;          /* the call or request that runs in it; 0: none */
+  uint32_t num_tokens;          /* positions it holds; of an owned slot with the last one, which the next call computes */
+  uint32_t num_blocks;          /* KV blocks; shared ones count too */
+  int32_t is_acquired;          /* 1: owned through xllm_engine_acquire; 0: free, or a request's own */
+  double lease_left_s;          /* seconds until the lease ends, 0 when it is over; 0 where is_acquired is 0 */
+  double owned_s;               /* seconds since the present owner got it; 0 for a free slot */
+} xllm_slot_info;
+
+/* Snapshot of one slot; 0 when there is no such slot, otherwise 1. Never waits for the step loop. */
+XLLM_API int xllm_engine_get_slot(const xllm_engine *engine, int32_t slot, xllm_slot_info *out_info);
+
+/* One ownership of a slot, as xllm_engine_acquire returned it. */
+typedef struct xllm_slot_ref {
+  int32_t slot;
+  uint64_t epoch;
+} xllm_slot_ref;
+
+typedef struct xllm_acquire_options {
+  size_t struct_size;
+  xllm_decode_mode decode_mode; /* AUTO; the mode of the slot until it is free again */
+  int32_t slot;                 /* -1: any; else this very slot or none */
+  double lease_s;               /* 60; length of the lease, more than 0 up to 1e6 */
+} xllm_acquire_options;
+
+XLLM_API void xllm_acquire_options_init(xllm_acquire_options *options);
+
+/* Own a free slot. Never waits for the step loop.
+ *   options    NULL: defaults      out_info   ACQUIRED, with slot, epoch and the effective mode; set only on OK
+ * DECODE_MODE_MISMATCH as the table of modes says. NO_FREE_SLOT: every seat is taken, or the one asked for is. NOT_FOUND: no slot of
+ * that number. Of an AUTO engine MEMORY: the set of weights that the slot would need does not fit beside the other (details
+ * bytes_needed, bytes_free, remedy; nothing is allocated), and UNIMPLEMENTED: the backend lacks this mode. The set is loaded by the
+ * first call that computes. INVALID_ARGUMENT, DRAINING, ENGINE_FAILED. */
+XLLM_API xllm_status xllm_engine_acquire(xllm_engine *engine, const xllm_acquire_options *options, xllm_slot_info *out_info,
+                                         xllm_error *err);
+
+/* Let the lease end lease_s seconds from now (more than 0 up to 1e6). Never waits. out_info may be NULL.
+ * NOT_FOUND: no slot of that number. STALE_EPOCH, LEASE_LOST. */
+XLLM_API xllm_status xllm_engine_renew(xllm_engine *engine, xllm_slot_ref ref, double lease_s, xllm_slot_info *out_info,
+                                       xllm_error *err);
+
+/* End the ownership; a call that runs in the slot ends with LEASE_LOST. Never waits: the slot is FREE at once where it holds no block
+ * and nothing runs in it, else CANCELLING and free within one step. out_info, which may be NULL, says which.
+ * NOT_FOUND, STALE_EPOCH, LEASE_LOST: it had ended before. */
+XLLM_API xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref, xllm_slot_info *out_info, xllm_error *err);
+
+typedef struct xllm_prefill_options {
+  size_t struct_size;
+  const int32_t *prompt; /* num_prompt ids in [0, vocab_size), at least 1; copied */
+  size_t num_prompt;
+  xllm_delivery delivery; /* SHARED */
+  double max_duration_s;  /* 0: no limit; seconds from now, then DEADLINE_EXCEEDED */
+} xllm_prefill_options;
+
+XLLM_API void xllm_prefill_options_init(xllm_prefill_options *options);
+
+/* Compute a prompt into an ACQUIRED slot, or append one to a READY slot. Never waits; events follow as for a request: ACCEPTED, PREFILL
+ * after each chunk, FINISHED with finish_reason PREFILLED and the slot READY. The id is one for xllm_engine_cancel and take_events.
+ * SLOT_STATE: something runs in the slot. PROMPT_TOO_LONG: history and prompt leave no room for one token in max_seq_len. NEVER_FITS:
+ * they exceed the whole KV pool. NOT_FOUND, STALE_EPOCH, LEASE_LOST, INVALID_ARGUMENT, DRAINING, ENGINE_FAILED.
+ * FINISHED may say KV_EXHAUSTED, LEASE_LOST, CANCELLED, DEADLINE_EXCEEDED, and MEMORY where this call loads weights. */
+XLLM_API xllm_status xllm_engine_prefill(xllm_engine *engine, xllm_slot_ref ref, const xllm_prefill_options *options,
+                                         uint64_t *out_id, xllm_error *err);
+
+/* Per-slot API: generate in one READY slot that was acquired PER_SLOT. Never waits; events are those of a request without PREFILL
+ * (num_prompt_tokens and num_cached_tokens are 0, token_index counts from 0 in each call).
+ *   request   how to generate: sampling, stops, limits, delivery. Without prompt; decode_mode AUTO or PER_SLOT; priority and
+ *             max_queue_s do nothing. Penalties count the slot's prompts and all that it has generated.
+ * DECODE_MODE_MISMATCH: a batched slot. SLOT_STATE: the slot is not READY, or is full (num_tokens is max_seq_len). The rest as for
+ * xllm_engine_prefill and xllm_engine_submit. */
+XLLM_API xllm_status xllm_engine_decode_slot(xllm_engine *engine, xllm_slot_ref ref, const xllm_request *request, uint64_t *out_id,
+                                             xllm_error *err);
+
+/* Batched API: generate in several READY batched slots in lock-step: all begin in the same step, and every one that still runs advances
+ * by one token in each step.
+ *   requests   [num_slots], one for each ref as for xllm_engine_decode_slot (decode_mode AUTO or BATCHED); the refs all differ
+ *   out_ids    [num_slots]; each entry has events of its own, and ends by itself or by xllm_engine_cancel
+ * Refused as a whole when one entry is, before any slot changes; detail "entry" is its index. DECODE_MODE_MISMATCH: a per-slot slot. */
+XLLM_API xllm_status xllm_engine_decode_batch(xllm_engine *engine, const xllm_slot_ref *refs, const xllm_request *requests,
+                                              size_t num_slots, uint64_t *out_ids, xllm_error *err);
+
+/* Step calls: one token each, in process. They wait for that one step (behind a step in progress), and leave the slots READY.
+ *   sampling     how to choose, [num_slots] for the batch; NULL: greedy. Ends of generation are tokens like any other.
+ *   out_token    the chosen token, [num_slots] for the batch
+ *   out_logits   NULL, or f32 [vocab_size] of the row that chose it, before biases and penalties, [num_slots, vocab_size] for the batch
+ * Errors as for decode_slot and decode_batch, and what ended the step instead of a token: LEASE_LOST, KV_EXHAUSTED,
+ * NON_FINITE_LOGITS, ENGINE_FAILED, MEMORY. In a batch that is the first failed entry's (detail "entry"); the others have advanced, and
+ * out_token of a failed one is -1. */
+XLLM_API xllm_status xllm_engine_decode_step_slot(xllm_engine *engine, xllm_slot_ref ref, const xllm_sampling_params *sampling,
+                                                  int32_t *out_token, float *out_logits, xllm_error *err);
+XLLM_API xllm_status xllm_engine_decode_step_batch(xllm_engine *engine, const xllm_slot_ref *refs,
+                                                   const xllm_sampling_params *sampling, size_t num_slots, int32_t *out_tokens,
+                                                   float *out_logits, xllm_error *err);
+
 /* ------------------------------------------------------------------ operation */
 
 /* Refuse new requests with DRAINING from now on; those that are in go on. */
@@ -465,29 +596,6 @@ typedef struct xllm_engine_stats {
 } xllm_engine_stats;
 
 XLLM_API void xllm_engine_get_stats(const xllm_engine *engine, xllm_engine_stats *out_stats);
-
-typedef enum xllm_slot_state {
-  XLLM_SLOT_FREE = 0,
-  XLLM_SLOT_ACQUIRED = 1,
-  XLLM_SLOT_PREFILLING = 2,
-  XLLM_SLOT_READY = 3,
-  XLLM_SLOT_DECODING = 4,
-  XLLM_SLOT_STALLED = 5,
-  XLLM_SLOT_CANCELLING = 6
-} xllm_slot_state;
-
-typedef struct xllm_slot_info {
-  int32_t slot;
-  uint64_t epoch;
-  xllm_slot_state state;
-  xllm_decode_mode decode_mode;
-  uint64_t request_id; /* 0: none */
-  uint32_t num_tokens; /* in the KV cache */
-  uint32_t num_blocks;
-} xllm_slot_info;
-
-/* Snapshot of one slot; 0 when there is no such slot, otherwise 1. Never waits for the step loop. */
-XLLM_API int xllm_engine_get_slot(const xllm_engine *engine, int32_t slot, xllm_slot_info *out_info);
 
 #ifdef __cplusplus
 }
