@@ -58,8 +58,8 @@ FIXTURES = {
     )
 }
 
-#: Below, at and above the sizes of chunks, KV blocks and segments of a prompt.
-PROMPT_LENGTHS = (9, 64, 1, 130, 65, 7, 200, 33)
+#: Below, at and above the sizes of chunks, KV blocks, segments of a prompt and splits of attention.
+PROMPT_LENGTHS = (9, 64, 1, 130, 65, 7, 300, 33)
 
 
 def prompts_of(fixture: Fixture) -> list[list[int]]:
