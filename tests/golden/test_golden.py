@@ -142,7 +142,7 @@ def test_preemption_and_resumption_change_nothing(model_of: ModelOf, name: str) 
     config = EngineConfig(max_slots=8, block_size=16, max_seq_len=128, prefill_chunk=64)
     with Model(model_of(fixture)) as model:
         block_bytes = model.plan(config).kv_bytes_per_token * config.block_size
-    # Pools that hold the prompts which start together, but not always what they grow to: that depends on who came first.
+    # Pools that hold the prompts which start together, but not always what they grow to: it depends on who came first.
     num_preemptions = 0
     for num_blocks in range(13, 25):
         with Engine(model_of(fixture), replace(config, kv_memory=block_bytes * num_blocks)) as engine:
