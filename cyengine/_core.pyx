@@ -346,6 +346,104 @@ cdef class Model:
         return _plan(&p)
 
 
+# ---------------------------------------------------------------- requests
+
+cdef int _fill_sampling(object sampling, c.xllm_sampling_params *out) except -1:
+    _in_range("top_k", sampling.top_k, -(2**31), 2**31 - 1)
+    if sampling.seed is not None:
+        _in_range("seed", sampling.seed, 0, 2**64 - 1)
+    c.xllm_sampling_params_init(out)
+    out.temperature = sampling.temperature
+    out.top_k = sampling.top_k
+    out.top_p = sampling.top_p
+    out.min_p = sampling.min_p
+    out.repetition_penalty = sampling.repetition_penalty
+    out.frequency_penalty = sampling.frequency_penalty
+    out.presence_penalty = sampling.presence_penalty
+    out.has_seed = sampling.seed is not None
+    out.seed = 0 if sampling.seed is None else sampling.seed
+    return 0
+
+
+cdef class _RequestArgs:
+    # A types.Request as the C struct, with the memory that it points into.
+    cdef c.xllm_request r
+    cdef int32_t *_prompt
+    cdef int32_t *_stop_ids
+    cdef c.xllm_text *_stops
+    cdef c.xllm_logit_bias *_biases
+    cdef object _keep
+
+    def __init__(self, request, private):
+        cdef size_t i
+        for name in ("max_tokens", "min_tokens"):
+            _in_range(name, getattr(request, name), 0, 2**32 - 1)
+        _in_range("priority", request.priority, -(2**31), 2**31 - 1)
+        if request.num_logprobs is not None:
+            _in_range("num_logprobs", request.num_logprobs, 0, 2**31 - 1)
+        c.xllm_request_init(&self.r)
+        _fill_sampling(request.sampling, &self.r.sampling)
+        self.r.decode_mode = <c.xllm_decode_mode><int>request.decode_mode
+        self.r.delivery = c.XLLM_DELIVERY_PRIVATE if private else c.XLLM_DELIVERY_SHARED
+        self.r.max_tokens = request.max_tokens
+        self.r.min_tokens = request.min_tokens
+        self.r.ignore_eos = request.ignore_eos
+        self.r.num_logprobs = -1 if request.num_logprobs is None else request.num_logprobs
+        self.r.priority = request.priority
+        self.r.max_queue_s = request.max_queue_s
+        self.r.max_duration_s = request.max_duration_s
+        self._prompt = _copy_ids(request.prompt, &self.r.num_prompt)
+        self.r.prompt = self._prompt
+        self._stop_ids = _copy_ids(request.stop_token_ids, &self.r.num_stop_token_ids)
+        self.r.stop_token_ids = self._stop_ids
+        self._keep = [stop.encode("utf-8", "surrogatepass") for stop in request.stop_strings]
+        if self._keep:
+            self._stops = <c.xllm_text *>calloc(len(self._keep), sizeof(c.xllm_text))
+            if self._stops == NULL:
+                raise MemoryError
+            for i in range(len(self._keep)):
+                self._stops[i].data = <const char *><bytes>self._keep[i]
+                self._stops[i].size = len(self._keep[i])
+            self.r.stop_strings = self._stops
+            self.r.num_stop_strings = len(self._keep)
+        bias_items = list(request.logit_bias.items())
+        if bias_items:
+            self._biases = <c.xllm_logit_bias *>calloc(len(bias_items), sizeof(c.xllm_logit_bias))
+            if self._biases == NULL:
+                raise MemoryError
+            for i in range(len(bias_items)):
+                _in_range("logit_bias", bias_items[i][0], -(2**31), 2**31 - 1)
+                self._biases[i].token_id = bias_items[i][0]
+                self._biases[i].bias = bias_items[i][1]
+            self.r.logit_biases = self._biases
+            self.r.num_logit_biases = len(bias_items)
+
+    def __dealloc__(self):
+        free(self._prompt)
+        free(self._stop_ids)
+        free(self._stops)
+        free(self._biases)
+
+
+# ---------------------------------------------------------------- slots
+
+cdef c.xllm_slot_ref _slot_ref(object slot) except *:
+    cdef c.xllm_slot_ref ref
+    _in_range("slot", slot.index, -(2**31), 2**31 - 1)
+    _in_range("epoch", slot.epoch, 0, 2**64 - 1)
+    ref.slot = slot.index
+    ref.epoch = slot.epoch
+    return ref
+
+
+cdef object _slot_info(const c.xllm_slot_info *s):
+    return types.SlotInfo(
+        s.slot, s.epoch, types.SlotState(s.state), types.DecodeMode(s.decode_mode),
+        s.request_id if s.request_id else None, s.num_tokens, s.num_blocks, bool(s.is_acquired), s.lease_left_s,
+        s.owned_s,
+    )
+
+
 # ---------------------------------------------------------------- engine
 
 cdef class Engine:
@@ -353,6 +451,7 @@ cdef class Engine:
     cdef Model _model
     cdef bint _owns_model
     cdef object _info
+    cdef size_t _row_bytes  # of logits
     # Calls that are in the core without the GIL; close() waits for them. Counted under the GIL.
     cdef int _calls
 
@@ -373,6 +472,7 @@ cdef class Engine:
             status = c.xllm_engine_create(handle, &cc, &self._handle, &err)
         self._model._calls -= 1
         _check(status, &err)
+        self._row_bytes = self._model.info.vocab_size * sizeof(float)
 
     def __dealloc__(self):
         cdef c.xllm_engine *handle = self._handle
@@ -421,75 +521,11 @@ cdef class Engine:
 
     def submit(self, request, *, private=False):
         cdef c.xllm_error err
-        cdef c.xllm_request r
         cdef uint64_t request_id = 0
-        cdef size_t i
-        cdef int32_t *prompt = NULL
-        cdef int32_t *stop_ids = NULL
-        cdef c.xllm_text *stops = NULL
-        cdef c.xllm_logit_bias *biases = NULL
         cdef c.xllm_engine *handle = self._open()
-        sampling = request.sampling
-        for name in ("max_tokens", "min_tokens"):
-            _in_range(name, getattr(request, name), 0, 2**32 - 1)
-        _in_range("priority", request.priority, -(2**31), 2**31 - 1)
-        _in_range("top_k", sampling.top_k, -(2**31), 2**31 - 1)
-        if sampling.seed is not None:
-            _in_range("seed", sampling.seed, 0, 2**64 - 1)
-        if request.num_logprobs is not None:
-            _in_range("num_logprobs", request.num_logprobs, 0, 2**31 - 1)
-        c.xllm_request_init(&r)
-        r.decode_mode = <c.xllm_decode_mode><int>request.decode_mode
-        r.delivery = c.XLLM_DELIVERY_PRIVATE if private else c.XLLM_DELIVERY_SHARED
-        r.sampling.temperature = sampling.temperature
-        r.sampling.top_k = sampling.top_k
-        r.sampling.top_p = sampling.top_p
-        r.sampling.min_p = sampling.min_p
-        r.sampling.repetition_penalty = sampling.repetition_penalty
-        r.sampling.frequency_penalty = sampling.frequency_penalty
-        r.sampling.presence_penalty = sampling.presence_penalty
-        r.sampling.has_seed = sampling.seed is not None
-        r.sampling.seed = 0 if sampling.seed is None else sampling.seed
-        r.max_tokens = request.max_tokens
-        r.min_tokens = request.min_tokens
-        r.ignore_eos = request.ignore_eos
-        r.num_logprobs = -1 if request.num_logprobs is None else request.num_logprobs
-        r.priority = request.priority
-        r.max_queue_s = request.max_queue_s
-        r.max_duration_s = request.max_duration_s
-        stop_bytes = [stop.encode("utf-8", "surrogatepass") for stop in request.stop_strings]
-        bias_items = list(request.logit_bias.items())
-        try:
-            prompt = _copy_ids(request.prompt, &r.num_prompt)
-            r.prompt = prompt
-            stop_ids = _copy_ids(request.stop_token_ids, &r.num_stop_token_ids)
-            r.stop_token_ids = stop_ids
-            if stop_bytes:
-                stops = <c.xllm_text *>calloc(len(stop_bytes), sizeof(c.xllm_text))
-                if stops == NULL:
-                    raise MemoryError
-                for i in range(len(stop_bytes)):
-                    stops[i].data = <const char *><bytes>stop_bytes[i]
-                    stops[i].size = len(stop_bytes[i])
-                r.stop_strings = stops
-                r.num_stop_strings = len(stop_bytes)
-            if bias_items:
-                biases = <c.xllm_logit_bias *>calloc(len(bias_items), sizeof(c.xllm_logit_bias))
-                if biases == NULL:
-                    raise MemoryError
-                for i in range(len(bias_items)):
-                    _in_range("logit_bias", bias_items[i][0], -(2**31), 2**31 - 1)
-                    biases[i].token_id = bias_items[i][0]
-                    biases[i].bias = bias_items[i][1]
-                r.logit_biases = biases
-                r.num_logit_biases = len(bias_items)
-            _check(c.xllm_engine_submit(handle, &r, &request_id, &err), &err)
-            return request_id
-        finally:
-            free(prompt)
-            free(stop_ids)
-            free(stops)
-            free(biases)
+        cdef _RequestArgs args = _RequestArgs(request, private)
+        _check(c.xllm_engine_submit(handle, &args.r, &request_id, &err), &err)
+        return request_id
 
     def cancel(self, request_id):
         cdef c.xllm_error err
@@ -573,9 +609,172 @@ cdef class Engine:
         cdef int32_t index = 0
         found = []
         while c.xllm_engine_get_slot(self._open(), index, &s):
-            found.append(types.SlotInfo(
-                s.slot, s.epoch, types.SlotState(s.state), types.DecodeMode(s.decode_mode),
-                s.request_id if s.request_id else None, s.num_tokens, s.num_blocks,
-            ))
+            found.append(_slot_info(&s))
             index += 1
         return found
+
+    def slot(self, index):
+        cdef c.xllm_slot_info s
+        _in_range("slot", index, -(2**31), 2**31 - 1)
+        if not c.xllm_engine_get_slot(self._open(), index, &s):
+            raise errors.NotFoundError(f"slot {index}: the engine has slots 0 to {self.info.max_slots - 1}")
+        return _slot_info(&s)
+
+    def acquire(self, decode_mode=types.DecodeMode.AUTO, *, lease_s=60.0, slot=None):
+        cdef c.xllm_error err
+        cdef c.xllm_acquire_options options
+        cdef c.xllm_slot_info s
+        c.xllm_acquire_options_init(&options)
+        options.decode_mode = <c.xllm_decode_mode><int>decode_mode
+        options.lease_s = lease_s
+        if slot is not None:
+            _in_range("slot", slot, 0, 2**31 - 1)
+            options.slot = slot
+        _check(c.xllm_engine_acquire(self._open(), &options, &s, &err), &err)
+        return types.Slot(s.slot, s.epoch, types.DecodeMode(s.decode_mode))
+
+    def renew(self, slot, lease_s=60.0):
+        cdef c.xllm_error err
+        cdef c.xllm_slot_info s
+        cdef double lease = lease_s
+        _check(c.xllm_engine_renew(self._open(), _slot_ref(slot), lease, &s, &err), &err)
+        return _slot_info(&s)
+
+    def release(self, slot):
+        cdef c.xllm_error err
+        cdef c.xllm_slot_info s
+        _check(c.xllm_engine_release(self._open(), _slot_ref(slot), &s, &err), &err)
+        return _slot_info(&s)
+
+    def submit_prefill(self, slot, token_ids, *, private=False, max_duration_s=0.0):
+        cdef c.xllm_error err
+        cdef c.xllm_prefill_options options
+        cdef uint64_t request_id = 0
+        cdef int32_t *prompt = NULL
+        cdef c.xllm_engine *handle = self._open()
+        cdef c.xllm_slot_ref ref = _slot_ref(slot)
+        c.xllm_prefill_options_init(&options)
+        options.delivery = c.XLLM_DELIVERY_PRIVATE if private else c.XLLM_DELIVERY_SHARED
+        options.max_duration_s = max_duration_s
+        try:
+            prompt = _copy_ids(token_ids, &options.num_prompt)
+            options.prompt = prompt
+            _check(c.xllm_engine_prefill(handle, ref, &options, &request_id, &err), &err)
+            return request_id
+        finally:
+            free(prompt)
+
+    def prefill(self, slot, token_ids):
+        for event in self._stream(self.submit_prefill(slot, token_ids, private=True)):
+            if isinstance(event, types.FinishedEvent):
+                if event.status is not types.Status.OK:
+                    raise errors.error_from_status(event.status, event.message)
+                return event
+
+    def submit_decode_slot(self, slot, request, *, private=False):
+        cdef c.xllm_error err
+        cdef uint64_t request_id = 0
+        cdef c.xllm_engine *handle = self._open()
+        cdef _RequestArgs args = _RequestArgs(request, private)
+        _check(c.xllm_engine_decode_slot(handle, _slot_ref(slot), &args.r, &request_id, &err), &err)
+        return request_id
+
+    def submit_decode_batch(self, entries, *, private=False):
+        cdef c.xllm_error err
+        cdef size_t i
+        cdef size_t count
+        cdef c.xllm_engine *handle = self._open()
+        cdef c.xllm_slot_ref *refs = NULL
+        cdef c.xllm_request *requests = NULL
+        cdef uint64_t *ids = NULL
+        pairs = list(entries)
+        keep = [_RequestArgs(request, private) for _, request in pairs]
+        count = len(pairs)
+        try:
+            refs = <c.xllm_slot_ref *>calloc(count + 1, sizeof(c.xllm_slot_ref))
+            requests = <c.xllm_request *>calloc(count + 1, sizeof(c.xllm_request))
+            ids = <uint64_t *>calloc(count + 1, sizeof(uint64_t))
+            if refs == NULL or requests == NULL or ids == NULL:
+                raise MemoryError
+            for i in range(count):
+                refs[i] = _slot_ref(pairs[i][0])
+                requests[i] = (<_RequestArgs>keep[i]).r
+            _check(c.xllm_engine_decode_batch(handle, refs, requests, count, ids, &err), &err)
+            return [ids[i] for i in range(count)]
+        finally:
+            free(refs)
+            free(requests)
+            free(ids)
+
+    def decode_step_slot(self, slot, sampling=None, *, logits=False):
+        cdef c.xllm_error err
+        cdef c.xllm_status status
+        cdef c.xllm_sampling_params params
+        cdef c.xllm_engine *handle = self._open()
+        cdef c.xllm_slot_ref ref = _slot_ref(slot)
+        cdef int32_t token = -1
+        cdef float *row = NULL
+        cdef size_t row_bytes = self._row_bytes
+        _fill_sampling(types.SamplingParams() if sampling is None else sampling, &params)
+        try:
+            if logits:
+                row = <float *>calloc(row_bytes, 1)
+                if row == NULL:
+                    raise MemoryError
+            self._calls += 1
+            with nogil:
+                status = c.xllm_engine_decode_step_slot(handle, ref, &params, &token, row, &err)
+            self._calls -= 1
+            _check(status, &err)
+            return types.SlotStep(token, PyBytes_FromStringAndSize(<char *>row, row_bytes) if logits else None)
+        finally:
+            free(row)
+
+    def decode_step_batch(self, slots, sampling=None, *, logits=False):
+        cdef c.xllm_error err
+        cdef c.xllm_status status
+        cdef c.xllm_engine *handle = self._open()
+        cdef c.xllm_slot_ref *refs = NULL
+        cdef c.xllm_sampling_params *params = NULL
+        cdef int32_t *tokens = NULL
+        cdef float *rows = NULL
+        cdef size_t row_bytes = self._row_bytes
+        cdef size_t i
+        cdef size_t count
+        members = list(slots)
+        count = len(members)
+        if sampling is None or isinstance(sampling, types.SamplingParams):
+            choices = [sampling or types.SamplingParams()] * count
+        else:
+            choices = list(sampling)
+        if len(choices) != count:
+            raise errors.InvalidArgumentError(
+                f"sampling: expected one for each of {count} slots, found {len(choices)}", details={"field": "sampling"}
+            )
+        try:
+            refs = <c.xllm_slot_ref *>calloc(count + 1, sizeof(c.xllm_slot_ref))
+            params = <c.xllm_sampling_params *>calloc(count + 1, sizeof(c.xllm_sampling_params))
+            tokens = <int32_t *>calloc(count + 1, sizeof(int32_t))
+            if logits:
+                rows = <float *>calloc(count + 1, row_bytes)
+            if refs == NULL or params == NULL or tokens == NULL or (logits and rows == NULL):
+                raise MemoryError
+            for i in range(count):
+                refs[i] = _slot_ref(members[i])
+                _fill_sampling(choices[i], &params[i])
+            self._calls += 1
+            with nogil:
+                status = c.xllm_engine_decode_step_batch(handle, refs, params, count, tokens, rows, &err)
+            self._calls -= 1
+            _check(status, &err)
+            return [
+                types.SlotStep(
+                    tokens[i], PyBytes_FromStringAndSize(<char *>rows + i * row_bytes, row_bytes) if logits else None
+                )
+                for i in range(count)
+            ]
+        finally:
+            free(refs)
+            free(params)
+            free(tokens)
+            free(rows)

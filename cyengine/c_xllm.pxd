@@ -183,6 +183,8 @@ cdef extern from "xllm.h" nogil:
         int32_t has_seed
         uint64_t seed
 
+    void xllm_sampling_params_init(xllm_sampling_params *params)
+
     ctypedef struct xllm_logit_bias:
         int32_t token_id
         float bias

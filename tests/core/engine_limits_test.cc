@@ -47,7 +47,7 @@ TEST(Engine, CancelInEveryStateFreesSlotAndBlocksWithinAStep) {
   control->gate.allow(2);
   control->gate.wait_until_begun(3);  // `other` is in the middle of its prompt
 
-  Slot slot;
+  SlotSnapshot slot;
   ASSERT_TRUE(engine->get_slot(1, &slot));
   EXPECT_EQ(slot.state, SlotState::kPrefilling);
   EXPECT_EQ(slot.request_id, other);
@@ -343,7 +343,7 @@ TEST(Engine, SnapshotsDoNotWaitForAStepInProgress) {
   control->gate.wait_until_begun(1);
   const double before = engine->stats().heartbeat_age_s;
   EXPECT_GE(engine->stats().heartbeat_age_s, before);  // the loop is stuck, and this says so
-  Slot slot;
+  SlotSnapshot slot;
   EXPECT_TRUE(engine->get_slot(0, &slot));
   EXPECT_FALSE(engine->get_slot(8, &slot));
   EXPECT_FALSE(engine->get_slot(-1, &slot));

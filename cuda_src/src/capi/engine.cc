@@ -92,7 +92,6 @@ using xllm::make_engine_model;
 using xllm::plan_engine;
 using xllm::read_config;
 using xllm::require;
-using xllm::Slot;
 using xllm::to_c;
 using xllm::validate;
 
@@ -190,24 +189,6 @@ void xllm_engine_get_stats(const xllm_engine *engine, xllm_engine_stats *out) {
   out->workspace_bytes = stats.workspace_bytes;
   out->is_draining = stats.is_draining ? 1 : 0;
   out->has_failed = stats.has_failed ? 1 : 0;
-}
-
-int xllm_engine_get_slot(const xllm_engine *engine, int32_t slot, xllm_slot_info *out) {
-  if (engine == nullptr || out == nullptr) return 0;
-  int is_found = 0;
-  guarded(nullptr, [&] {
-    Slot found;
-    if (!engine->engine->get_slot(slot, &found)) return;
-    out->slot = found.index;
-    out->epoch = found.epoch;
-    out->state = static_cast<xllm_slot_state>(found.state);
-    out->decode_mode = static_cast<xllm_decode_mode>(found.decode_mode);
-    out->request_id = found.request_id;
-    out->num_tokens = static_cast<uint32_t>(found.num_tokens);
-    out->num_blocks = static_cast<uint32_t>(found.num_blocks);
-    is_found = 1;
-  });
-  return is_found;
 }
 
 }  // extern "C"

@@ -9,12 +9,24 @@
 #include "base/error.h"
 #include "capi/guard.h"
 #include "capi/handles.h"
+#include "capi/read_request.h"
 #include "engine/engine.h"
-#include "engine/request.h"
 #include "xllm.h"
 
 namespace xllm {
-namespace {
+
+SamplingParams read_sampling(const xllm_sampling_params &params) {
+  SamplingParams out;
+  out.temperature = params.temperature;
+  out.top_k = params.top_k;
+  out.top_p = params.top_p;
+  out.min_p = params.min_p;
+  out.repetition_penalty = params.repetition_penalty;
+  out.frequency_penalty = params.frequency_penalty;
+  out.presence_penalty = params.presence_penalty;
+  if (params.has_seed != 0) out.seed = params.seed;
+  return out;
+}
 
 RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   require(in, "request");
@@ -37,14 +49,7 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   if (r.num_prompt > 0) out.prompt.assign(r.prompt, r.prompt + r.num_prompt);
   out.decode_mode = static_cast<DecodeMode>(r.decode_mode);
   out.delivery = static_cast<Delivery>(r.delivery);
-  out.sampling.temperature = r.sampling.temperature;
-  out.sampling.top_k = r.sampling.top_k;
-  out.sampling.top_p = r.sampling.top_p;
-  out.sampling.min_p = r.sampling.min_p;
-  out.sampling.repetition_penalty = r.sampling.repetition_penalty;
-  out.sampling.frequency_penalty = r.sampling.frequency_penalty;
-  out.sampling.presence_penalty = r.sampling.presence_penalty;
-  if (r.sampling.has_seed != 0) out.sampling.seed = r.sampling.seed;
+  out.sampling = read_sampling(r.sampling);
   out.max_tokens = r.max_tokens;
   out.min_tokens = r.min_tokens;
   out.ignore_eos = r.ignore_eos != 0;
@@ -65,6 +70,8 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   out.max_duration_s = r.max_duration_s;
   return out;
 }
+
+namespace {
 
 xllm_event to_c(const Event &event, const xllm_candidate *candidates) {
   xllm_event out{};

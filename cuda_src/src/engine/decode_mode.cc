@@ -42,4 +42,22 @@ DecodeMode resolve_decode_mode(DecodeMode engine, DecodeMode requested, const ch
                {"remedy", remedy}});
 }
 
+void check_slot_mode(DecodeMode engine, DecodeMode slot, DecodeMode requested, const char *call) {
+  if (requested == slot) return;
+  const std::string slot_name = decode_mode_name(slot);
+  const std::string requested_name = decode_mode_name(requested);
+  const std::string remedy =
+      std::string("decode this slot with ") +
+      (slot == DecodeMode::kPerSlot ? "the per-slot calls" : "the batched calls") +
+      ", or acquire one in mode " + requested_name;
+  throw Error(Status::kDecodeModeMismatch,
+              std::string(call) + ": the slot decodes " + slot_name + ", the call asks for " +
+                  requested_name + "; " + remedy,
+              {{"engine_mode", decode_mode_name(engine)},
+               {"requested_mode", requested_name},
+               {"call", call},
+               {"remedy", remedy},
+               {"slot_mode", slot_name}});
+}
+
 }  // namespace xllm

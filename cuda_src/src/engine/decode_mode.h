@@ -23,4 +23,8 @@ std::optional<DecodeMode> effective_decode_mode(DecodeMode engine, DecodeMode re
 // details engine_mode, requested_mode, call and remedy. `call` names the caller's operation.
 DecodeMode resolve_decode_mode(DecodeMode engine, DecodeMode requested, const char *call);
 
+// For a call that belongs to one of the two ways, on a slot that decodes in `slot` mode: another
+// mode throws the same error, with detail slot_mode besides.
+void check_slot_mode(DecodeMode engine, DecodeMode slot, DecodeMode requested, const char *call);
+
 }  // namespace xllm

@@ -2,25 +2,19 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <random>
 #include <utility>
 
 #include "base/checked.h"
 #include "base/error.h"
+#include "engine/clock.h"
 #include "model/batch.h"
 
 namespace xllm {
 namespace {
 
-constexpr std::chrono::milliseconds kIdleHeartbeat{500};
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-double now_s() { return static_cast<double>(now_ns()) * 1e-9; }
+constexpr double kIdleHeartbeatS = 0.5;
 
 uint64_t random_u64() {
   std::random_device device;
@@ -42,8 +36,8 @@ Engine::Engine(EngineModel model, const EngineConfig &config, std::unique_ptr<Ba
       vocabulary_(model_.tokenizer, model_.dims.vocab_size),
       plan_(plan_engine(model_, config_, *backend_)),
       cache_key_{random_u64(), random_u64()},
-      slots_(config.max_slots),
-      slot_snapshot_(slots_.slots()) {
+      holdings_(static_cast<size_t>(config.max_slots), Sequence(config.block_size)),
+      slots_(config.max_slots) {
   const double start_s = now_s();
   check_plan(plan_.memory);
   if (config_.decode_mode != DecodeMode::kAuto) load_lane(config_.decode_mode);
@@ -55,6 +49,7 @@ Engine::Engine(EngineModel model, const EngineConfig &config, std::unique_ptr<Ba
   info_.prefill_chunk = config_.prefill_chunk;
   info_.block_size = config_.block_size;
   info_.max_queue = config_.max_queue;
+  info_.vocab_size = vocabulary_.vocab_size();
   info_.plan = plan_.memory;
   info_.load_s = now_s() - start_s;
   publish();
@@ -78,21 +73,14 @@ Engine::~Engine() {
 uint64_t Engine::submit(RequestOptions options) {
   const DecodeMode mode =
       resolve_decode_mode(config_.decode_mode, options.decode_mode, "xllm_engine_submit");
-  validate(options, vocabulary_, plan_.max_seq_len);
+  validate(options, RequestKind::kGenerate, vocabulary_, plan_.max_seq_len);
   check_lane(mode, static_cast<int>(options.prompt.size()));
-  const uint64_t seed = options.sampling.seed ? 0 : random_u64();
-  const Delivery delivery = options.delivery;
   // Built before the lock is taken: copying and counting a long prompt holds nobody up.
-  auto request = std::make_unique<Request>(0, std::move(options), mode, seed, &vocabulary_,
-                                           plan_.max_seq_len, config_.block_size, now_s());
+  std::unique_ptr<Request> request = make_request(RequestKind::kGenerate, std::move(options), mode);
   uint64_t id = 0;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    if (has_failed_) {
-      throw Error(Status::kEngineFailed,
-                  "the step loop has stopped: " + failure_ + "; create another engine");
-    }
-    if (is_draining_) throw Error(Status::kDraining, "the engine takes no new requests: draining");
+    check_open();
     const int64_t limit = int64_t{config_.max_slots} + config_.max_queue;
     if (num_live_ >= limit) {
       throw Error(Status::kQueueFull,
@@ -100,13 +88,33 @@ uint64_t Engine::submit(RequestOptions options) {
                       " requests wait already (max_queue); retry later",
                   {{"limit", std::to_string(config_.max_queue)}});
     }
-    id = next_id_++;
-    request->sequence.id = id;
-    if (delivery == Delivery::kPrivate) events_.open_private(id);
-    inbox_.push_back(std::move(request));
-    ++num_live_;
+    id = push(std::move(request));
   }
   inbox_changed_.notify_one();
+  return id;
+}
+
+std::unique_ptr<Request> Engine::make_request(RequestKind kind, RequestOptions options,
+                                              DecodeMode mode) {
+  const uint64_t seed = options.sampling.seed ? 0 : random_u64();
+  return std::make_unique<Request>(kind, std::move(options), mode, seed, &vocabulary_,
+                                   plan_.max_seq_len, config_.block_size, now_s());
+}
+
+void Engine::check_open() const {
+  if (has_failed_) {
+    throw Error(Status::kEngineFailed,
+                "the step loop has stopped: " + failure_ + "; create another engine");
+  }
+  if (is_draining_) throw Error(Status::kDraining, "the engine takes no new requests: draining");
+}
+
+uint64_t Engine::push(std::unique_ptr<Request> request) {
+  const uint64_t id = next_id_++;
+  request->sequence.id = id;
+  if (request->options().delivery == Delivery::kPrivate) events_.open_private(id);
+  inbox_.push_back(std::move(request));
+  ++num_live_;
   return id;
 }
 
@@ -145,10 +153,8 @@ void Engine::cancel(uint64_t request_id) {
     cancels_.push_back({request_id, num_steps_.load()});
   }
   inbox_changed_.notify_one();
-  const std::lock_guard<std::mutex> lock(snapshot_mutex_);
-  for (Slot &slot : slot_snapshot_) {
-    if (slot.request_id == request_id) slot.state = SlotState::kCancelling;
-  }
+  const std::lock_guard<std::mutex> lock(slots_mutex_);
+  slots_.set_cancelling(request_id);
 }
 
 void Engine::drain() {
@@ -168,15 +174,13 @@ EngineStats Engine::stats() const {
     out.is_draining = is_draining_;
     out.has_failed = has_failed_;
   }
+  {
+    const std::lock_guard<std::mutex> lock(slots_mutex_);
+    out.slots_total = static_cast<uint32_t>(slots_.num_slots());
+    out.slots_used = static_cast<uint32_t>(slots_.num_slots() - slots_.num_free());
+  }
   out.heartbeat_age_s = static_cast<double>(now_ns() - heartbeat_ns_.load()) * 1e-9;
   return out;
-}
-
-bool Engine::get_slot(int32_t index, Slot *out) const {
-  const std::lock_guard<std::mutex> lock(snapshot_mutex_);
-  if (index < 0 || static_cast<size_t>(index) >= slot_snapshot_.size()) return false;
-  *out = slot_snapshot_[static_cast<size_t>(index)];
-  return true;
 }
 
 // ---- lanes ----
@@ -202,6 +206,7 @@ void Engine::load_lane(DecodeMode mode) {
   scheduler.prefill_chunk = config_.prefill_chunk;
   const bool has_segments = mode == DecodeMode::kBatched && backend_->info().has_segment_path;
   scheduler.segment_size = has_segments ? kSegmentTokens : 1;
+  scheduler.max_step_sequences = mode == DecodeMode::kPerSlot ? 1 : 0;
   lanes_.push_back(std::make_unique<Lane>(mode, backend_.get(), model_.dims, model_.tensors, plan,
                                           scheduler, config_.max_slots, cache_key_,
                                           config_.use_prefix_cache, nullptr));
@@ -224,15 +229,21 @@ bool Engine::wait_for_work() {
   while (true) {
     heartbeat_ns_.store(now_ns());
     if (is_stopping_) return false;
-    if (!requests_.empty() || !inbox_.empty() || !cancels_.empty()) return true;
-    inbox_changed_.wait_for(lock, kIdleHeartbeat);
+    const bool has_news = !inbox_.empty() || !cancels_.empty() || has_slot_news_;
+    has_slot_news_ = false;
+    const double left_s = timer_s_ - now_s();
+    if (has_progress_ || has_news || left_s <= 0) return true;
+    // Requests may be live all the same, waiting for a seat or for blocks that owned slots hold.
+    inbox_changed_.wait_for(lock, std::chrono::duration<double>(std::min(left_s, kIdleHeartbeatS)));
   }
 }
 
 void Engine::step() {
   const double start_s = now_s();
+  has_progress_ = false;
   take_inbox();
   end_late_requests(start_s);
+  end_slots(start_s);
   // Who was cancelled or late hears of it now, not a step later.
   if (num_ended_ > 0) publish();
   bool has_run = false;
@@ -244,8 +255,26 @@ void Engine::step() {
   if (has_run) {
     totals_.last_step_s = now_s() - start_s;
     num_steps_.fetch_add(1);
+    has_progress_ = true;
   }
   publish();
+  timer_s_ = next_timer_s();
+}
+
+// When the next request or lease runs out of its time.
+double Engine::next_timer_s() const {
+  double next = std::numeric_limits<double>::infinity();
+  for (const auto &entry : requests_) {
+    const Request &request = *entry.second;
+    next = std::min(next, request.duration_end_s());
+    if (!request.is_admitted()) next = std::min(next, request.queue_end_s());
+  }
+  const std::lock_guard<std::mutex> lock(slots_mutex_);
+  if (slots_.num_acquired() == 0) return next;
+  for (const Slot &slot : slots_.slots()) {
+    if (slot.is_acquired && slot.end == SlotEnd::kNone) next = std::min(next, slot.lease_end_s);
+  }
+  return next;
 }
 
 void Engine::take_inbox() {
@@ -277,7 +306,11 @@ void Engine::take_inbox() {
       finish(id, error.status(), error.message());
       continue;
     }
-    find_lane(request.decode_mode())->scheduler.add(&request.sequence);
+    if (request.is_on_slot()) {
+      begin_on_slot(&request);
+    } else {
+      find_lane(request.decode_mode())->scheduler.add(&request.sequence);
+    }
   }
 }
 
@@ -302,11 +335,19 @@ void Engine::end_late_requests(double now) {
 
 // One batch. False when there was nothing to compute.
 bool Engine::run_lane(Lane *lane) {
-  const Schedule &schedule = lane->scheduler.schedule(slots_.num_free());
-  seat(lane->mode, schedule);
+  const Schedule *scheduled = nullptr;
+  {
+    // Held from counting the free seats to taking them, so that no caller acquires one in between.
+    const std::lock_guard<std::mutex> lock(slots_mutex_);
+    scheduled = &lane->scheduler.schedule(slots_.num_free());
+    seat(lane->mode, *scheduled);
+  }
+  const Schedule &schedule = *scheduled;
   for (const Sequence *sequence : schedule.exhausted) {
     finish(sequence->id, Status::kKvExhausted,
-           "the answer has outgrown the whole KV pool; raise kv_memory or lower max_tokens");
+           sequence->is_pinned
+               ? "no KV block left for this slot; release slots, raise kv_memory or ask for less"
+               : "the answer has outgrown the whole KV pool; raise kv_memory or lower max_tokens");
   }
   if (schedule.rows.empty()) return false;
   // A request hears that it has its seat before its prompt is computed, not after.
@@ -317,29 +358,43 @@ bool Engine::run_lane(Lane *lane) {
   for (const ScheduledRows &rows : schedule.rows) {
     if (rows.wants_token) sample_rows.push_back(requests_.at(rows.sequence->id)->sample_row());
   }
-  const std::vector<Sampled> chosen = lane->runner.sample(sample_rows);
+  std::vector<Sampled> chosen = lane->runner.sample(sample_rows);
   totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
 
+  {
+    const std::lock_guard<std::mutex> lock(slots_mutex_);
+    for (const ScheduledRows &rows : schedule.rows) {
+      lane->scheduler.advance(rows);
+      const Sequence &sequence = *rows.sequence;
+      slots_.set_state(sequence.slot,
+                       rows.wants_token ? SlotState::kDecoding : SlotState::kPrefilling);
+      slots_.set_usage(sequence.slot, sequence.num_computed, sequence.blocks.num_blocks());
+    }
+  }
   const double now = now_s();
   size_t next = 0;
   for (const ScheduledRows &rows : schedule.rows) {
-    lane->scheduler.advance(rows);
-    const Sequence &sequence = *rows.sequence;
-    slots_.set_state(sequence.slot,
-                     rows.wants_token ? SlotState::kDecoding : SlotState::kPrefilling);
-    slots_.set_usage(sequence.slot, sequence.num_computed, sequence.blocks.num_blocks());
     report_prefill(rows);
-    if (rows.wants_token) handle_token(rows, chosen[next++], now);
+    if (rows.wants_token) {
+      Request &request = *requests_.at(rows.sequence->id);
+      std::vector<float> logits;
+      if (request.options().wants_logits) logits = lane->runner.logits(next);
+      handle_token(rows, chosen[next++], std::move(logits), now);
+    } else if (rows.sequence->num_to_compute() == 0) {
+      requests_.at(rows.sequence->id)->complete_prefill();
+      finish(rows.sequence->id, Status::kOk, "");
+    }
   }
   return true;
 }
 
-// Gives admitted sequences their seats, and says of preempted ones that theirs is empty.
+// Gives admitted sequences their seats, and says of preempted ones that theirs is empty. With
+// slots_mutex_ held.
 void Engine::seat(DecodeMode mode, const Schedule &schedule) {
   for (Sequence *sequence : schedule.admitted) {
     if (sequence->slot >= 0) continue;  // kept through a preemption
     Request &request = *requests_.at(sequence->id);
-    sequence->slot = slots_.acquire(mode, sequence->id);
+    sequence->slot = slots_.take(mode, sequence->id, now_s());
     XLLM_DCHECK(sequence->slot >= 0);
     request.epoch = slots_.slot(sequence->slot).epoch;
     slots_.set_state(sequence->slot, SlotState::kPrefilling);
@@ -359,7 +414,7 @@ void Engine::seat(DecodeMode mode, const Schedule &schedule) {
 void Engine::report_prefill(const ScheduledRows &rows) {
   const Sequence &sequence = *rows.sequence;
   Request &request = *requests_.at(sequence.id);
-  const int num_computed = std::min(sequence.num_computed, sequence.num_prompt);
+  const int num_computed = sequence.num_prompt_computed();
   // A prompt of one chunk needs no report, nor does what is computed again after a preemption.
   const bool is_news = num_computed > request.num_prefill_reported && sequence.num_generated() == 0;
   const bool has_several = !rows.wants_token || request.num_prefill_reported > 0;
@@ -368,7 +423,8 @@ void Engine::report_prefill(const ScheduledRows &rows) {
   new_events_.push_back(request.prefill_event());
 }
 
-void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled, double now) {
+void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
+                          std::vector<float> logits, double now) {
   const uint64_t id = rows.sequence->id;
   const std::string position = std::to_string(rows.sequence->num_tokens());
   switch (sampled.outcome) {
@@ -386,6 +442,7 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled, dou
   Event event;
   const bool is_last = requests_.at(id)->add_token(sampled, now, &event);
   ++totals_.num_generated_tokens;
+  event.logits = std::move(logits);
   new_events_.push_back(std::move(event));
   if (is_last) finish(id, Status::kOk, "");
 }
@@ -394,8 +451,8 @@ void Engine::finish(uint64_t request_id, Status status, const std::string &messa
   const auto found = requests_.find(request_id);
   if (found == requests_.end()) return;
   Request &request = *found->second;
-  if (Lane *lane = find_lane(request.decode_mode())) lane->scheduler.remove(&request.sequence);
-  slots_.release(request.sequence.slot, request.epoch);
+  Event event = request.finished_event(status, message, now_s());
+  give_back(&request);
   if (request.cancel_step) {
     const uint64_t num_steps = num_steps_.load() - *request.cancel_step;
     totals_.cancel_steps_max = std::max(totals_.cancel_steps_max, static_cast<uint32_t>(num_steps));
@@ -407,9 +464,28 @@ void Engine::finish(uint64_t request_id, Status status, const std::string &messa
   } else {
     ++totals_.num_requests_failed;
   }
-  new_events_.push_back(request.finished_event(status, message, now_s()));
+  new_events_.push_back(std::move(event));
   requests_.erase(found);
   ++num_ended_;
+  has_progress_ = true;
+}
+
+// Blocks and seat of a request; of a call, what it leaves goes back into its slot.
+void Engine::give_back(Request *request) {
+  Lane *lane = find_lane(request->decode_mode());
+  if (lane != nullptr) lane->scheduler.remove(&request->sequence);
+  if (!request->is_on_slot()) {
+    const std::lock_guard<std::mutex> lock(slots_mutex_);
+    slots_.release({request->sequence.slot, request->epoch});
+    return;
+  }
+  Sequence &held = holdings_[static_cast<size_t>(request->ref().slot)];
+  if (request->has_begun()) {
+    held = request->hand_back();
+    lane->scheduler.trim(&held);
+  }
+  const std::lock_guard<std::mutex> lock(slots_mutex_);
+  slots_.end_call(request->ref(), held.num_tokens(), held.blocks.num_blocks());
 }
 
 // The end of everything: the loop cannot go on.
@@ -434,6 +510,7 @@ void Engine::fail(const std::string &message) {
     for (const uint64_t id : ids) {
       finish(id, Status::kEngineFailed, "the step loop has stopped: " + message);
     }
+    end_slots(std::numeric_limits<double>::infinity());
     publish();
   } catch (const std::exception &) {
     // No memory left even to say so: callers learn from fail() below and from has_failed_.
@@ -447,8 +524,6 @@ void Engine::fail(const std::string &message) {
 void Engine::publish() {
   EngineStats stats = totals_;
   stats.num_steps = num_steps_.load();
-  stats.slots_total = static_cast<uint32_t>(slots_.num_slots());
-  stats.slots_used = static_cast<uint32_t>(slots_.num_slots() - slots_.num_free());
   for (const std::unique_ptr<Lane> &lane : lanes_) {
     stats.num_running += static_cast<uint32_t>(lane->scheduler.running().size());
     stats.num_waiting += static_cast<uint32_t>(lane->scheduler.waiting().size());
@@ -462,7 +537,6 @@ void Engine::publish() {
   {
     const std::lock_guard<std::mutex> lock(snapshot_mutex_);
     snapshot_ = stats;
-    slot_snapshot_ = slots_.slots();
   }
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);

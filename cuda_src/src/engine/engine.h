@@ -3,9 +3,10 @@
 //   submit, cancel  ->  inbox  ->  step: admit, compute rows, choose tokens  ->  events  ->
 //   take_events
 //
-// A step takes what has come in, ends what is cancelled or late, runs one batch and publishes what
-// happened, all at once. Callers touch the inbox, the events and a snapshot, each behind a lock
-// that is never held during a step, so none of them waits for the device.
+// A step takes what has come in, ends what is cancelled or late and the slots whose lease is over,
+// runs one batch and publishes what happened, all at once. Callers touch the inbox, the slots, the
+// events and a snapshot, each behind a lock that is never held during a step, so none of them waits
+// for the device.
 #pragma once
 
 #include <atomic>
@@ -34,8 +35,23 @@ struct EngineInfo {
   DecodeMode decode_mode = DecodeMode::kBatched;
   KvType kv_type = KvType::kF16;
   int32_t max_slots = 0, max_seq_len = 0, prefill_chunk = 0, block_size = 0, max_queue = 0;
-  MemoryPlan plan;  // as of creation
+  int32_t vocab_size = 0;  // logits in a row
+  MemoryPlan plan;         // as of creation
   double load_s = 0;
+};
+
+// A slot as it is now, and how long it will stay so.
+struct SlotSnapshot : Slot {
+  double lease_left_s = 0;
+  double owned_s = 0;
+};
+
+// What one step chose for a slot, or why it did not.
+struct SlotStep {
+  Status status = Status::kOk;
+  std::string message;
+  int32_t token_id = -1;
+  std::vector<float> logits;  // [vocab_size] where asked for
 };
 
 class Engine {
@@ -57,15 +73,28 @@ class Engine {
   // No new requests from now on.
   void drain();
 
+  // Slots as a resource; each throws Error as its namesake in xllm.h lists them.
+  SlotSnapshot acquire(DecodeMode mode, int32_t wanted, double lease_s);
+  SlotSnapshot renew(SlotRef ref, double lease_s);
+  SlotSnapshot release(SlotRef ref);
+  // options: prompt, delivery and max_duration_s count.
+  uint64_t prefill(SlotRef ref, RequestOptions options);
+  uint64_t decode_slot(SlotRef ref, RequestOptions options);
+  std::vector<uint64_t> decode_batch(Span<const SlotRef> refs, std::vector<RequestOptions> options);
+  // One token for each slot, waiting for it. sampling: one for each slot.
+  SlotStep step_slot(SlotRef ref, const SamplingParams &sampling, bool wants_logits);
+  std::vector<SlotStep> step_batch(Span<const SlotRef> refs, Span<const SamplingParams> sampling,
+                                   bool wants_logits);
+
   // See EventQueue.
   int event_fd() const { return events_.fd(); }
   std::vector<Event> take_events(uint64_t request_id, double timeout_s) {
     return events_.take(request_id, timeout_s);
   }
 
-  // Snapshots as of the end of the last step.
+  // Never wait for a step. Slots as they are now, the rest as of the end of the last step.
   EngineStats stats() const;
-  bool get_slot(int32_t index, Slot *out) const;
+  bool get_slot(int32_t index, SlotSnapshot *out) const;
 
  private:
   struct Cancel {
@@ -78,18 +107,36 @@ class Engine {
   const WeightSetPlan &lane_plan(DecodeMode mode) const;
   void check_lane(DecodeMode mode, int num_prompt);
 
+  // Callers' side; these two with inbox_mutex_ held.
+  void check_open() const;
+  uint64_t push(std::unique_ptr<Request> request);
+  void wake();
+  std::unique_ptr<Request> make_request(RequestKind kind, RequestOptions options, DecodeMode mode);
+  Slot owned_slot(SlotRef ref) const;
+  std::vector<uint64_t> start_decode(const char *call, DecodeMode mode, Span<const SlotRef> refs,
+                                     std::vector<RequestOptions> options);
+  void check_decode(const char *call, DecodeMode mode, SlotRef ref, const RequestOptions &options);
+  std::vector<SlotStep> collect(const std::vector<uint64_t> &ids);
+
   // The step loop's thread.
   void run();
   bool wait_for_work();
   void step();
   void take_inbox();
   void end_late_requests(double now_s);
+  void begin_on_slot(Request *request);
+  void end_slots(double now_s);
+  void free_slot(const Slot &slot);
+  double next_timer_s() const;
   bool run_lane(Lane *lane);
   void seat(DecodeMode mode, const Schedule &schedule);
   void report_prefill(const ScheduledRows &rows);
-  void handle_token(const ScheduledRows &rows, const Sampled &sampled, double now_s);
-  // The one release path: ends a request wherever it is, gives back slot and blocks and reports it.
+  void handle_token(const ScheduledRows &rows, const Sampled &sampled, std::vector<float> logits,
+                    double now_s);
+  // The one release path: ends a request wherever it is, gives back slot and blocks (a call's to
+  // the slot that it ran in) and reports it.
   void finish(uint64_t request_id, Status status, const std::string &message);
+  void give_back(Request *request);
   void fail(const std::string &message);
   void publish();
 
@@ -105,10 +152,12 @@ class Engine {
   // The step loop's own.
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
-  SlotTable slots_;
+  std::vector<Sequence> holdings_;  // per slot: what an acquired one holds while no call runs in it
   std::vector<Event> new_events_;
-  int64_t num_ended_ = 0;  // since the last publish
-  EngineStats totals_;     // counters
+  int64_t num_ended_ = 0;      // since the last publish
+  bool has_progress_ = false;  // the last step did something: the next one may, too
+  double timer_s_ = 0;         // when there will be something to do without anybody asking
+  EngineStats totals_;         // counters
 
   // Between callers and the loop.
   mutable std::mutex inbox_mutex_;
@@ -117,6 +166,7 @@ class Engine {
   std::vector<Cancel> cancels_;
   uint64_t next_id_ = 1;
   int64_t num_live_ = 0;  // submitted and not ended
+  bool has_slot_news_ = false;
   bool is_stopping_ = false;
   bool is_draining_ = false;
   bool has_failed_ = false;
@@ -124,7 +174,10 @@ class Engine {
 
   mutable std::mutex snapshot_mutex_;
   EngineStats snapshot_;
-  std::vector<Slot> slot_snapshot_;
+
+  mutable std::mutex
+      slots_mutex_;  // may be taken with inbox_mutex_ held, never the other way round
+  SlotTable slots_;
 
   std::atomic<uint64_t> num_steps_{0};
   std::atomic<int64_t> heartbeat_ns_{0};

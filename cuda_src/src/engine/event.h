@@ -20,7 +20,8 @@ enum class FinishReason : int {
   kStopToken = 2,
   kStopString = 3,
   kMaxTokens = 4,
-  kContextFull = 5
+  kContextFull = 5,
+  kPrefilled = 6
 };
 
 enum class Delivery : int { kShared = 0, kPrivate = 1 };
@@ -47,6 +48,7 @@ struct Event {
   std::string piece;
   float logprob = 0;
   std::vector<Candidate> candidates;
+  std::vector<float> logits;  // [vocab_size] where the request wants them; not in xllm_event
   // Token, finished
   std::string text;
   // Finished

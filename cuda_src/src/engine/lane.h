@@ -1,5 +1,5 @@
 // One way to decode within an engine: its runner, its pool of blocks and its scheduler. A batched
-// lane steps all its sequences together, a per-slot lane one at a time.
+// lane steps all its sequences together, a per-slot lane one at a time, in turns.
 #pragma once
 
 #include "engine/decode_mode.h"

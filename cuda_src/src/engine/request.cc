@@ -54,8 +54,16 @@ void check_prompt_length(size_t num_tokens, int max_seq_len) {
               {{"field", "prompt"}, {"num_tokens", std::to_string(num_tokens)}, {"limit", limit}});
 }
 
-void validate(const RequestOptions &options, const Vocabulary &vocabulary, int max_seq_len) {
-  if (options.prompt.empty()) refuse("prompt", "expected at least one token, found none");
+void validate(const RequestOptions &options, RequestKind kind, const Vocabulary &vocabulary,
+              int max_seq_len) {
+  if (kind == RequestKind::kDecode) {
+    if (!options.prompt.empty()) {
+      refuse("prompt", "expected none, the slot holds it, found " +
+                           std::to_string(options.prompt.size()) + " tokens; prefill them");
+    }
+  } else if (options.prompt.empty()) {
+    refuse("prompt", "expected at least one token, found none");
+  }
   check_prompt_length(options.prompt.size(), max_seq_len);
   const int32_t vocab_size = vocabulary.vocab_size();
   for (size_t i = 0; i < options.prompt.size(); ++i) {
@@ -114,36 +122,102 @@ void validate(const RequestOptions &options, const Vocabulary &vocabulary, int m
   check_seconds("max_duration_s", options.max_duration_s);
 }
 
-Request::Request(uint64_t id, RequestOptions options, DecodeMode decode_mode, uint64_t drawn_seed,
-                 const Vocabulary *vocabulary, int max_seq_len, int block_size, double now_s)
+Request::Request(RequestKind kind, RequestOptions options, DecodeMode decode_mode,
+                 uint64_t drawn_seed, const Vocabulary *vocabulary, int max_seq_len, int block_size,
+                 double now_s)
     : sequence(block_size),
+      kind_(kind),
       options_(std::move(options)),
       decode_mode_(decode_mode),
       seed_(options_.sampling.seed.value_or(drawn_seed)),
       vocabulary_(vocabulary),
+      max_seq_len_(max_seq_len),
       stop_checker_(options_.stop_strings),
       submitted_s_(now_s) {
-  sequence.id = id;
   sequence.priority = options_.priority;
   sequence.num_prompt = static_cast<int>(options_.prompt.size());
   sequence.tokens = std::move(options_.prompt);
-  const uint32_t room = static_cast<uint32_t>(max_seq_len - sequence.num_prompt);
-  is_context_limit_ = options_.max_tokens == 0 || options_.max_tokens > room;
-  max_tokens_ = is_context_limit_ ? room : options_.max_tokens;
   merge_biases();
-  if (options_.sampling.has_penalties()) {
-    std::vector<int32_t> sorted = sequence.tokens;
-    std::sort(sorted.begin(), sorted.end());
-    for (const int32_t token : sorted) {
-      if (counts_.empty() || counts_.back().token_id != token) counts_.push_back({token, 0, 0});
-      ++counts_.back().num_prompt;
-    }
-  }
+  if (kind == RequestKind::kGenerate) set_limits();
   if (vocabulary_->has_pieces()) {
     DecodeOptions decode;
     decode.is_continuation = true;
     detokenizer_.emplace(*vocabulary_->tokenizer(), decode);
   }
+}
+
+// What depends on the tokens that lie before the answer.
+void Request::set_limits() {
+  num_before_ = sequence.num_tokens();
+  const auto room = static_cast<uint32_t>(max_seq_len_ - num_before_);
+  is_context_limit_ = options_.max_tokens == 0 || options_.max_tokens > room;
+  max_tokens_ = is_context_limit_ ? room : options_.max_tokens;
+  if (options_.sampling.has_penalties()) count_history();
+}
+
+void Request::count_history() {
+  struct Use {
+    int32_t token_id;
+    bool is_prompt;
+  };
+  std::vector<Use> uses;
+  uses.reserve(sequence.tokens.size());
+  for (const int32_t token : sequence.tokens) uses.push_back({token, false});
+  const auto mark = [&](const PromptSpan &span) {
+    for (int i = span.start; i < span.start + span.num_tokens; ++i) {
+      uses[static_cast<size_t>(i)].is_prompt = true;
+    }
+  };
+  for (const PromptSpan &span : sequence.earlier_prompts) mark(span);
+  mark({sequence.prompt_start, sequence.num_prompt});
+  std::sort(uses.begin(), uses.end(),
+            [](const Use &a, const Use &b) { return a.token_id < b.token_id; });
+  for (const Use &use : uses) {
+    if (counts_.empty() || counts_.back().token_id != use.token_id) {
+      counts_.push_back({use.token_id, 0, 0});
+    }
+    ++(use.is_prompt ? counts_.back().num_prompt : counts_.back().num_generated);
+  }
+}
+
+void Request::take_over(Sequence held) {
+  const std::vector<int32_t> prompt = std::move(sequence.tokens);
+  held.id = sequence.id;
+  held.slot = ref_.slot;
+  held.is_pinned = true;
+  held.is_prefill_only = kind_ == RequestKind::kPrefill;
+  sequence = std::move(held);
+  epoch = ref_.epoch;
+  has_begun_ = true;
+  if (kind_ == RequestKind::kDecode) {
+    set_limits();
+    return;
+  }
+  num_before_ = sequence.num_tokens();
+  if (num_before_ > 0) {
+    sequence.earlier_prompts.push_back({sequence.prompt_start, sequence.num_prompt});
+  }
+  sequence.prompt_start = num_before_;
+  sequence.num_prompt = static_cast<int>(prompt.size());
+  sequence.num_cached = 0;
+  sequence.tokens.insert(sequence.tokens.end(), prompt.begin(), prompt.end());
+}
+
+Sequence Request::hand_back() {
+  has_begun_ = false;
+  if (kind_ == RequestKind::kPrefill && finish_reason_ != FinishReason::kPrefilled) {
+    sequence.tokens.resize(static_cast<size_t>(num_before_));
+    PromptSpan last;
+    if (num_before_ > 0) {
+      last = sequence.earlier_prompts.back();
+      sequence.earlier_prompts.pop_back();
+    }
+    sequence.prompt_start = last.start;
+    sequence.num_prompt = last.num_tokens;
+  }
+  sequence.num_computed = std::min(sequence.num_computed, std::max(0, sequence.num_tokens() - 1));
+  sequence.is_prefill_only = false;
+  return std::exchange(sequence, Sequence(sequence.blocks.block_size()));
 }
 
 void Request::merge_biases() {
@@ -182,7 +256,7 @@ SampleRow Request::sample_row() {
   row.seed = seed_;
   row.position = static_cast<uint64_t>(sequence.num_tokens());
   row.counts = counts_;
-  const bool is_before_min = static_cast<uint32_t>(sequence.num_generated()) < options_.min_tokens;
+  const bool is_before_min = static_cast<uint32_t>(num_generated()) < options_.min_tokens;
   row.biases = is_before_min ? biases_before_min_ : biases_;
   row.mask = vocabulary_->mask();
   row.num_choosable = vocabulary_->num_choosable();
@@ -204,7 +278,7 @@ void Request::count_token(int32_t id) {
 
 bool Request::add_token(const Sampled &sampled, double now_s, Event *event) {
   const int32_t id = sampled.token_id;
-  const auto index = static_cast<uint32_t>(sequence.num_generated());
+  const auto index = static_cast<uint32_t>(num_generated());
   sequence.tokens.push_back(id);
   count_token(id);
   if (first_token_s_ < 0) first_token_s_ = now_s;
@@ -261,11 +335,10 @@ Event Request::make_event(EventKind kind) const {
   event.kind = kind;
   event.request_id = id();
   event.delivery = options_.delivery;
-  if (kind != EventKind::kToken) {
+  if (kind != EventKind::kToken && kind_ != RequestKind::kDecode) {
     event.num_prompt_tokens = static_cast<uint32_t>(sequence.num_prompt);
     event.num_cached_tokens = static_cast<uint32_t>(sequence.num_cached);
-    event.num_computed_tokens =
-        static_cast<uint32_t>(std::min(sequence.num_computed, sequence.num_prompt));
+    event.num_computed_tokens = static_cast<uint32_t>(sequence.num_prompt_computed());
   }
   return event;
 }
@@ -298,7 +371,8 @@ Event Request::finished_event(Status status, const std::string &message, double 
     event.text = stop_checker_.flush();
     event.text += detokenizer_->flush();
   }
-  event.num_generated_tokens = static_cast<uint32_t>(sequence.num_generated());
+  event.num_generated_tokens =
+      has_begun_ || !is_on_slot() ? static_cast<uint32_t>(num_generated()) : 0;
   event.queue_s = (is_admitted() ? admitted_s_ : now_s) - submitted_s_;
   if (first_token_s_ >= 0) {
     event.prefill_s = first_token_s_ - admitted_s_;

@@ -1,5 +1,6 @@
 // One request on its way through the engine: what was asked for, what has been generated, and how
-// it ends. Knows tokens and text; seats, blocks and steps are the engine's business.
+// it ends. A call on an owned slot is a request too, which borrows the slot's sequence while it
+// runs. Knows tokens and text; seats, blocks and steps are the engine's business.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include "backend/backend.h"
 #include "engine/event.h"
 #include "engine/sequence.h"
+#include "engine/slot.h"
 #include "engine/stop_checker.h"
 #include "engine/vocabulary.h"
 #include "sampling/params.h"
@@ -34,6 +36,13 @@ struct RequestOptions {
   int32_t priority = 0;
   double max_queue_s = 0;
   double max_duration_s = 0;
+  bool wants_logits = false;  // for step calls: the logits of each token, in its event
+};
+
+enum class RequestKind {
+  kGenerate,  // a prompt and its answer, in a seat of its own
+  kPrefill,   // a prompt into an owned slot
+  kDecode     // an answer in an owned slot
 };
 
 // Throws Error(kPromptTooLong, details num_tokens and limit) unless such a prompt leaves room for a
@@ -41,20 +50,34 @@ struct RequestOptions {
 void check_prompt_length(size_t num_tokens, int max_seq_len);
 
 // Throws Error for the first field out of its range: kInvalidArgument (detail "field"),
-// kPromptTooLong, kNoTokenizer (stop strings without a vocabulary).
-void validate(const RequestOptions &options, const Vocabulary &vocabulary, int max_seq_len);
+// kPromptTooLong, kNoTokenizer (stop strings without a vocabulary). A decode has no prompt.
+void validate(const RequestOptions &options, RequestKind kind, const Vocabulary &vocabulary,
+              int max_seq_len);
 
 // Belongs to the step loop's thread once it is submitted.
 class Request {
  public:
   // options: validated. decode_mode: the effective one. seed: drawn where options have none.
   // The vocabulary outlives the request.
-  Request(uint64_t id, RequestOptions options, DecodeMode decode_mode, uint64_t drawn_seed,
+  Request(RequestKind kind, RequestOptions options, DecodeMode decode_mode, uint64_t drawn_seed,
           const Vocabulary *vocabulary, int max_seq_len, int block_size, double now_s);
 
   uint64_t id() const { return sequence.id; }
+  RequestKind kind() const { return kind_; }
+  bool is_on_slot() const { return kind_ != RequestKind::kGenerate; }
   const RequestOptions &options() const { return options_; }
   DecodeMode decode_mode() const { return decode_mode_; }
+
+  // Calls on a slot: sets the slot they run in; takes its sequence over, with the prompt behind its
+  // history; and gives it back, as it was before where a prefill did not complete. Its last token
+  // is always still to compute. Blocks beyond its tokens are the caller's to take back.
+  void bind(SlotRef ref) { ref_ = ref; }
+  SlotRef ref() const { return ref_; }
+  void take_over(Sequence held);
+  Sequence hand_back();
+  bool has_begun() const { return has_begun_; }
+  // A prefill: the prompt is in the slot.
+  void complete_prefill() { finish_reason_ = FinishReason::kPrefilled; }
 
   // How the next token is to be chosen. Valid until the next add_token.
   SampleRow sample_row();
@@ -74,6 +97,10 @@ class Request {
   // The last event. kOk: it ended by itself, as add_token found; else a failure with its reason.
   Event finished_event(Status status, const std::string &message, double now_s);
 
+  int num_generated() const {
+    return kind_ == RequestKind::kPrefill ? 0 : sequence.num_tokens() - num_before_;
+  }
+
   Sequence sequence;
   uint64_t epoch = 0;                   // of its seat
   int num_prefill_reported = 0;         // prompt tokens in the last prefill event
@@ -81,15 +108,22 @@ class Request {
 
  private:
   Event make_event(EventKind kind) const;
+  void set_limits();
+  void count_history();
   void count_token(int32_t id);
   void add_text(int32_t id, bool is_before_min, Event *event);
   void merge_biases();
 
+  RequestKind kind_;
   RequestOptions options_;
   DecodeMode decode_mode_;
   uint64_t seed_;
   const Vocabulary *vocabulary_;
-  uint32_t max_tokens_;                       // effective
+  int max_seq_len_;
+  SlotRef ref_;
+  bool has_begun_ = false;
+  int num_before_ = 0;                        // tokens before those that it generates or appends
+  uint32_t max_tokens_ = 0;                   // effective
   bool is_context_limit_ = false;             // max_tokens_ is what max_seq_len leaves
   std::vector<TokenBias> biases_;             // ascending ids
   std::vector<TokenBias> biases_before_min_;  // and the ends forbidden

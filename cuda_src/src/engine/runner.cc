@@ -22,7 +22,9 @@ void Runner::forward(const std::vector<ScheduledRows> &rows) {
                          .subspan(static_cast<size_t>(sequence.num_computed),
                                   static_cast<size_t>(entry.num_tokens));
     step.first_position = sequence.num_computed;
-    step.prompt_len = sequence.num_prompt;
+    const PromptSpan prompt = sequence.prompt_of(sequence.num_computed + entry.num_tokens - 1);
+    step.prompt_start = prompt.start;
+    step.prompt_len = prompt.num_tokens;
     step.blocks = &sequence.blocks;
     step.sampler_row = sequence.slot;
     step.num_logits = entry.wants_token ? 1 : 0;
@@ -48,6 +50,12 @@ std::vector<Sampled> Runner::sample(const std::vector<SampleRow> &sample_rows) {
     chosen[i] = sampler_.sample(logits + i * vocab_size, sample_rows[i]);
   }
   return chosen;
+}
+
+std::vector<float> Runner::logits(size_t index) {
+  const auto vocab_size = static_cast<size_t>(transformer_.dims().vocab_size);
+  const float *row = backend_->host_logits(*workspace_) + index * vocab_size;
+  return std::vector<float>(row, row + vocab_size);
 }
 
 }  // namespace xllm

@@ -30,6 +30,9 @@ class Runner {
   // sample_rows holds one entry for each of those.
   std::vector<Sampled> sample(const std::vector<SampleRow> &sample_rows);
 
+  // After sample: the logits that the index-th token was chosen from, [vocab_size].
+  std::vector<float> logits(size_t index);
+
   uint64_t workspace_bytes() const { return workspace_->size_bytes(); }
 
  private:

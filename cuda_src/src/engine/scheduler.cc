@@ -39,35 +39,85 @@ bool Scheduler::can_ever_fit(int num_prompt) const {
 
 void Scheduler::add(Sequence *sequence) {
   XLLM_DCHECK(sequence->state == SequenceState::kNew);
+  sequence->last_turn = std::max(sequence->last_turn, turn_);
+  if (sequence->is_pinned) {
+    start_pinned(sequence);
+    return;
+  }
   sequence->state = SequenceState::kWaiting;
   insert_by_seniority(&waiting_, sequence);
+}
+
+void Scheduler::start_pinned(Sequence *sequence) {
+  // A slot's first prompt begins with what the cache has of it.
+  if (sequence->prompt_start == 0 && sequence->num_computed == 0 &&
+      sequence->blocks.num_blocks() == 0) {
+    sequence->cursor = cache_->start("");
+    const int max_cached =
+        max_cached_tokens(sequence->num_prompt, cache_->block_size(), config_.segment_size);
+    sequence->num_cached =
+        cache_->match(sequence->tokens, max_cached, &sequence->cursor, &sequence->blocks);
+    sequence->num_computed = sequence->num_cached;
+  }
+  sequence->state = SequenceState::kRunning;
+  insert_by_seniority(&running_, sequence);
 }
 
 const Schedule &Scheduler::schedule(int num_free_slots) {
   schedule_.clear();
   admit(num_free_slots);
   int budget = config_.prefill_chunk;
-  // note: a preemption takes from the end of running_, so indices up to i stay what they are.
-  for (size_t i = 0; i < running_.size(); ++i) {
-    Sequence *sequence = running_[i];
-    const bool is_decoding = sequence->is_decoding();
-    const int num_tokens = is_decoding ? 1 : std::min(sequence->num_pending(), budget);
-    if (num_tokens == 0) continue;
-    if (!take_blocks(i, num_tokens)) {
-      const bool has_all = sequence->blocks.num_blocks() == cache_->num_blocks();
-      if (has_all) schedule_.exhausted.push_back(sequence);
-      continue;
-    }
-    if (!is_decoding) budget -= num_tokens;
-    schedule_.rows.push_back({sequence, num_tokens, num_tokens == sequence->num_pending()});
+  if (config_.max_step_sequences == 1) {
+    schedule_turn(&budget);
+  } else {
+    // note: a preemption takes from the end of running_, so indices up to i stay what they are.
+    for (size_t i = 0; i < running_.size(); ++i) add_rows(i, &budget);
   }
   for (Sequence *sequence : schedule_.exhausted) remove(sequence);
   return schedule_;
 }
 
+// Rows of running_[index], if it gets their blocks. *budget: rows of prefill left in this step.
+bool Scheduler::add_rows(size_t index, int *budget) {
+  Sequence *sequence = running_[index];
+  const bool is_decoding = sequence->is_decoding();
+  int num_tokens = is_decoding ? 1 : std::min(sequence->num_to_compute(), *budget);
+  // A slot's history ends with a token of another prompt, on the path of that prompt.
+  const bool is_behind = sequence->num_computed < sequence->prompt_start;
+  if (is_behind && config_.segment_size > 1) {
+    num_tokens = std::min(num_tokens, sequence->prompt_start - sequence->num_computed);
+  }
+  if (num_tokens == 0) return false;
+  if (!take_blocks(index, num_tokens)) {
+    const bool has_all = sequence->blocks.num_blocks() == cache_->num_blocks();
+    if (has_all || sequence->is_pinned) schedule_.exhausted.push_back(sequence);
+    return false;
+  }
+  if (!is_decoding) *budget -= num_tokens;
+  schedule_.rows.push_back({sequence, num_tokens, num_tokens == sequence->num_pending()});
+  return true;
+}
+
+// The one sequence whose turn it is, or the next one that gets on.
+void Scheduler::schedule_turn(int *budget) {
+  std::vector<Sequence *> order = running_;
+  std::stable_sort(order.begin(), order.end(), [](const Sequence *a, const Sequence *b) {
+    return a->last_turn < b->last_turn;
+  });
+  for (Sequence *sequence : order) {
+    const auto place = std::find(running_.begin(), running_.end(), sequence);
+    if (place == running_.end()) continue;  // preempted by one before it
+    if (!add_rows(static_cast<size_t>(place - running_.begin()), budget)) continue;
+    sequence->last_turn = ++turn_;
+    return;
+  }
+}
+
 void Scheduler::admit(int num_free_slots) {
+  auto num_running = std::count_if(running_.begin(), running_.end(),
+                                   [](const Sequence *sequence) { return !sequence->is_pinned; });
   for (size_t i = 0; i < waiting_.size();) {
-    if (static_cast<int>(running_.size()) >= config_.max_running) return;
+    if (num_running >= config_.max_running) return;
     Sequence *sequence = waiting_[i];
     if (sequence->slot < 0 && num_free_slots == 0) {
       ++i;  // one behind it may have kept its slot through a preemption
@@ -79,6 +129,7 @@ void Scheduler::admit(int num_free_slots) {
     insert_by_seniority(&running_, sequence);
     sequence->state = SequenceState::kRunning;
     schedule_.admitted.push_back(sequence);
+    ++num_running;
   }
 }
 
@@ -112,7 +163,7 @@ bool Scheduler::take_blocks(size_t index, int num_tokens) {
   Sequence *sequence = running_[index];
   const int64_t end = static_cast<int64_t>(sequence->num_computed) + num_tokens;
   while (!cache_->extend(&sequence->blocks, end)) {
-    if (index + 1 == running_.size()) return false;
+    if (index + 1 == running_.size() || running_.back()->is_pinned) return false;
     preempt(running_.back());
   }
   return true;
@@ -133,8 +184,11 @@ void Scheduler::preempt(Sequence *sequence) {
 void Scheduler::advance(const ScheduledRows &rows) {
   Sequence *sequence = rows.sequence;
   sequence->num_computed += rows.num_tokens;
+  if (sequence->prompt_start > 0) return;  // an appended prompt stays out of the cache
+  // A slot may compute its prompt's last token twice, so it keeps that one's block to itself.
+  const auto max_tokens = sequence->is_pinned ? max_cached_tokens : max_published_tokens;
   const int num_published =
-      max_published_tokens(sequence->num_prompt, cache_->block_size(), config_.segment_size);
+      max_tokens(sequence->num_prompt, cache_->block_size(), config_.segment_size);
   cache_->insert(sequence->tokens, std::min(sequence->num_computed, num_published),
                  sequence->blocks, &sequence->cursor);
 }
@@ -142,8 +196,23 @@ void Scheduler::advance(const ScheduledRows &rows) {
 void Scheduler::remove(Sequence *sequence) {
   if (sequence->state == SequenceState::kWaiting) erase(&waiting_, sequence);
   if (sequence->state == SequenceState::kRunning) erase(&running_, sequence);
+  if (sequence->is_pinned) {
+    sequence->state = SequenceState::kNew;
+    return;
+  }
   cache_->release_all(&sequence->blocks);
   sequence->state = SequenceState::kDone;
+}
+
+void Scheduler::trim(Sequence *sequence) {
+  XLLM_DCHECK(sequence->state == SequenceState::kNew);
+  std::vector<int32_t> &ids = sequence->blocks.ids();
+  const int64_t capacity = sequence->num_tokens();
+  while (sequence->blocks.num_blocks() > 0 &&
+         sequence->blocks.capacity() - sequence->blocks.block_size() >= capacity) {
+    cache_->release(ids.back());
+    ids.pop_back();
+  }
 }
 
 }  // namespace xllm

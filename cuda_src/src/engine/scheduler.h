@@ -2,22 +2,24 @@
 // ids: no device, no text, no clock.
 //
 // Rules
-//   order      by seniority: priority, then arrival. Everything below goes from senior to junior.
+//   order      by seniority: owned slots, then priority, then arrival. Everything below goes from
+//   senior to junior.
 //   decode     every running sequence whose prompt is computed gets one row in every step.
 //   prefill    the others share prefill_chunk rows per step, the most senior first.
+//   turns      where max_step_sequences is 1, a step holds one sequence: the one whose turn is
+//   longest ago.
 //   blocks     are taken for the rows of this step only. A sequence that gets none takes them from
-//   the
-//              most junior running one, which is preempted: all its blocks go back, and it waits
-//              with its tokens. When there is no junior to take from, it sits this step out and
-//              keeps what it has; a senior or the end of one will free more. The most senior always
-//              gets on.
+//   the most junior running one, which is preempted: all its blocks go back, and it waits with its
+//   tokens. When there is no junior to take from, it sits this step out and keeps what it has; a
+//   senior or the end of one will free more. The most senior always gets on, unless owned slots
+//   hold what it needs.
+//   pinned     what runs in an owned slot never waits and is never preempted. When nobody is left
+//   to take blocks from, it is exhausted; its blocks stay with the slot.
 //   admission  the most senior waiting sequence runs when it has a seat and the pool could hold all
-//   its
-//              tokens, beside what the running ones need for theirs and one more block for each. So
-//              a preempted one does not come back only to be preempted again at once.
+//   its tokens, beside what the running ones need for theirs and one more block for each. So a
+//   preempted one does not come back only to be preempted again at once.
 //   resumption a preempted sequence computes its tokens again, generated ones as rows of a chunk:
-//   rows
-//              do not depend on their neighbours, so its bytes are what they would have been.
+//   rows do not depend on their neighbours, so its bytes are what they would have been.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +31,10 @@
 namespace xllm {
 
 struct SchedulerConfig {
-  int max_running = 1;    // sequences computing at once
-  int prefill_chunk = 1;  // rows of prefill in a step
-  int segment_size = 1;   // tokens per prompt segment on devices with a segment path, else 1
+  int max_running = 1;         // sequences computing at once, beside those of owned slots
+  int prefill_chunk = 1;       // rows of prefill in a step
+  int segment_size = 1;        // tokens per prompt segment on devices with a segment path, else 1
+  int max_step_sequences = 0;  // 0: no limit; 1: they take turns
 };
 
 // What one sequence computes in a step: its tokens from num_computed on.
@@ -46,8 +49,7 @@ struct Schedule {
   std::vector<Sequence *>
       admitted;  // now running, of these some without a slot: the caller seats them
   std::vector<Sequence *> preempted;  // put back into the queue; they keep their slots
-  std::vector<Sequence *>
-      exhausted;  // alone in the pool and still too long for it: the caller ends them
+  std::vector<Sequence *> exhausted;  // no block left, and none to hope for: the caller ends them
   void clear();
 };
 
@@ -60,7 +62,7 @@ class Scheduler {
   // Whether a prompt of so many tokens and one more fit an empty pool.
   bool can_ever_fit(int num_prompt) const;
 
-  // Into the queue.
+  // Into the queue. A pinned one, which has its seat, runs at once.
   void add(Sequence *sequence);
   // The rows of the next step; valid until the next call. num_free_slots: seats for admitted
   // sequences that have none.
@@ -68,8 +70,11 @@ class Scheduler {
   // These rows have been computed: publishes complete prompt blocks. To be called before the next
   // token is appended.
   void advance(const ScheduledRows &rows);
-  // Out of queue or batch, its blocks go back. Harmless when repeated.
+  // Out of queue or batch, its blocks go back; those of a pinned one stay with it, and it may be
+  // added again. Harmless when repeated.
   void remove(Sequence *sequence);
+  // Gives back the blocks beyond a sequence's tokens, of one that is with nobody.
+  void trim(Sequence *sequence);
 
   bool has_work() const { return !waiting_.empty() || !running_.empty(); }
   const std::vector<Sequence *> &waiting() const { return waiting_; }
@@ -77,7 +82,10 @@ class Scheduler {
   uint64_t num_preemptions() const { return num_preemptions_; }
 
  private:
+  void start_pinned(Sequence *sequence);
   void admit(int num_free_slots);
+  bool add_rows(size_t index, int *budget);
+  void schedule_turn(int *budget);
   bool try_to_place(Sequence *sequence);
   bool take_blocks(size_t index, int num_tokens);
   void preempt(Sequence *sequence);
@@ -88,6 +96,7 @@ class Scheduler {
   std::vector<Sequence *> running_;
   Schedule schedule_;
   uint64_t num_preemptions_ = 0;
+  uint64_t turn_ = 0;
 };
 
 }  // namespace xllm
