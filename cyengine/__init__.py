@@ -1,10 +1,10 @@
 """xLLM's engine in Python: GGUF models from their quantised blocks, without a server.
 
-    from cyengine import Engine
+from cyengine import Engine
 
-    with Engine("model.gguf") as engine:
-        for event in engine.generate("The capital of France is", max_tokens=32):
-            print(getattr(event, "text", ""), end="", flush=True)
+with Engine("model.gguf") as engine:
+    for event in engine.generate("The capital of France is", max_tokens=32):
+        print(getattr(event, "text", ""), end="", flush=True)
 """
 
 from cyengine._core import Engine, Model, build_id, version

@@ -187,10 +187,11 @@ class Engine:
     def slot(self, index: int) -> SlotInfo:
         """A snapshot of one slot; never waits for the step loop. NotFoundError: no slot of that number."""
 
-    # ---- slots as a resource: own one, fill it, decode it, give it back. ``xllm.h`` says how slots and requests share an engine.
+    # ---- slots as a resource: own one, fill it, decode it, give it back. ``xllm.h`` says how slots and requests
+    # share an engine.
     #
-    # Every call that takes a Slot raises StaleEpochError when it changed hands or was released, LeaseLostError when its lease ran
-    # out, NotFoundError for a number that no slot has. Nothing changes where a call is refused.
+    # Every call that takes a Slot raises StaleEpochError when it changed hands or was released, LeaseLostError when
+    # its lease ran out, NotFoundError for a number that no slot has. Nothing changes where a call is refused.
 
     def acquire(
         self, decode_mode: DecodeMode = DecodeMode.AUTO, *, lease_s: float = 60.0, slot: int | None = None
@@ -217,8 +218,8 @@ class Engine:
     ) -> int:
         """Start to compute a prompt into an ACQUIRED slot, or to append one to a READY slot; returns the call's id.
 
-        Its events come as a request's: AcceptedEvent, PrefillEvent after each chunk, FinishedEvent (PREFILLED). ``cancel`` ends it
-        and leaves the slot as it was before.
+        Its events come as a request's: AcceptedEvent, PrefillEvent after each chunk, FinishedEvent (PREFILLED).
+        ``cancel`` ends it and leaves the slot as it was before.
 
         Raises:
             SlotStateError: something runs in the slot.
@@ -239,21 +240,17 @@ class Engine:
             DecodeModeMismatchError: the slot is a batched one.
             SlotStateError: the slot is not READY, or is full.
         """
-    def submit_decode_batch(
-        self, entries: Sequence[tuple[Slot, Request]], *, private: bool = False
-    ) -> list[int]:
-        """Batched API: generate in several READY slots in lock-step; returns one id for each entry, each with its own events.
+    def submit_decode_batch(self, entries: Sequence[tuple[Slot, Request]], *, private: bool = False) -> list[int]:
+        """Batched API: generate in several READY slots in lock-step; one id for each entry.
 
-        All begin in the same step, and each that still runs advances one token in every step. Refused as a whole when one entry is
-        (``details["entry"]`` is its index).
+        Each has its own events. All begin in the same step, and each that still runs advances one token in every step.
+        Refused as a whole when one entry is (``details["entry"]`` is its index).
 
         Raises:
             DecodeModeMismatchError: a slot is a per-slot one.
             SlotStateError: a slot is not READY, or is full.
         """
-    def decode_step_slot(
-        self, slot: Slot, sampling: SamplingParams | None = None, *, logits: bool = False
-    ) -> SlotStep:
+    def decode_step_slot(self, slot: Slot, sampling: SamplingParams | None = None, *, logits: bool = False) -> SlotStep:
         """Per-slot API: one token; waits for that step. Greedy unless `sampling` says otherwise."""
     def decode_step_batch(
         self,

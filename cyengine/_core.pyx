@@ -217,7 +217,8 @@ cdef class Model:
             self._info = types.ModelInfo(
                 architecture=i.architecture.decode("utf-8", "replace"), name=i.name.decode("utf-8", "replace"),
                 path=os.fsdecode(i.path), file_bytes=i.file_bytes, num_params=i.num_params,
-                has_weights=bool(i.has_weights), num_layers=i.num_layers, hidden_size=i.hidden_size, intermediate_size=i.intermediate_size,
+                has_weights=bool(i.has_weights), num_layers=i.num_layers, hidden_size=i.hidden_size,
+                intermediate_size=i.intermediate_size,
                 num_heads=i.num_heads, num_kv_heads=i.num_kv_heads, head_dim=i.head_dim, vocab_size=i.vocab_size,
                 num_real_tokens=i.num_real_tokens, context_length=i.context_length,
                 tokenizer_model=i.tokenizer_model.decode("utf-8", "replace"),

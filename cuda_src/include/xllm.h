@@ -3,34 +3,46 @@
  * This is the only public header of the core, and its manual. It is C11 and C++17.
  *
  * Overview
- *   xllm_model   an opened GGUF file: metadata, tensors, tokenizer. Opening maps the file and loads no weights.
- *   xllm_engine  one model on one device: weights, KV pool, and a thread of its own that runs the step loop. Requests go in with
- *                xllm_engine_submit; events come out with xllm_engine_take_events.
+ *   xllm_model   an opened GGUF file: metadata, tensors, tokenizer. Opening maps the file and loads
+ *                no weights.
+ *   xllm_engine  one model on one device: weights, KV pool, and a thread of its own that runs the
+ *                step loop. Requests go in with xllm_engine_submit; events come out with
+ *                xllm_engine_take_events.
  *   A process may hold any number of models and engines; they share nothing but the machine.
  *
- *     xllm_model *model = NULL;  xllm_engine *engine = NULL;  xllm_error err;
- *     if (xllm_model_open("model.gguf", NULL, &model, &err) != XLLM_STATUS_OK) { puts(err.message); return 1; }
- *     xllm_engine_config config;  xllm_engine_config_init(&config);
+ *     xllm_model *model = NULL;
+ *     xllm_engine *engine = NULL;
+ *     xllm_error err;
+ *     if (xllm_model_open("model.gguf", NULL, &model, &err) != XLLM_STATUS_OK) {
+ *       puts(err.message);
+ *       return 1;
+ *     }
+ *     xllm_engine_config config;
+ *     xllm_engine_config_init(&config);
  *     if (xllm_engine_create(model, &config, &engine, &err) != XLLM_STATUS_OK) ...
  *
  * Errors
- *   Functions that can fail return xllm_status and, when `err` is not NULL, describe the failure there: one line of text that names
- *   the thing, what was expected and what was found, and details for programs. On failure nothing is changed, unless the function
- *   says otherwise. No function throws, exits or aborts. Null for a required pointer is INVALID_ARGUMENT.
+ *   Functions that can fail return xllm_status and, when `err` is not NULL, describe the failure
+ *   there: one line of text that names the thing, what was expected and what was found, and details
+ *   for programs. On failure nothing is changed, unless the function says otherwise. No function
+ *   throws, exits or aborts. Null for a required pointer is INVALID_ARGUMENT.
  *
  * Ownership
- *   *_open / *_create give an object to the caller; the matching *_close / *_destroy takes it back (NULL is allowed). An engine keeps
- *   what it needs of its model, so the two may go in either order. `const char *` results belong to the object they came from and
- *   live as long as it does. Memory returned through `out_*` pointers that say so is released with xllm_free.
- *   Text is UTF-8 and is passed with a length; a NUL byte in it is an ordinary byte.
+ *   *_open / *_create give an object to the caller; the matching *_close / *_destroy takes it back
+ *   (NULL is allowed). An engine keeps what it needs of its model, so the two may go in either
+ *   order. `const char *` results belong to the object they came from and live as long as it does.
+ *   Memory returned through `out_*` pointers that say so is released with xllm_free. Text is UTF-8
+ *   and is passed with a length; a NUL byte in it is an ordinary byte.
  *
  * Threads
- *   Every function may be called from any thread, except that close / destroy must be the last call on its object. No function waits
- *   for the device except those that say so (create, destroy, take_events with a timeout).
+ *   Every function may be called from any thread, except that close / destroy must be the last call
+ *   on its object. No function waits for the device except those that say so (create, destroy,
+ *   take_events with a timeout, the decode steps).
  *
  * Versioning
- *   Structs that callers fill begin with struct_size, set by their *_init function; fields are only ever appended. Enum values keep
- *   their numbers. XLLM_ABI_VERSION rises when a caller must be recompiled.
+ *   Structs that callers fill begin with struct_size, set by their *_init function; fields are only
+ *   ever appended. Enum values keep their numbers. XLLM_ABI_VERSION rises when a caller must be
+ *   recompiled.
  */
 #ifndef XLLM_H_
 #define XLLM_H_
@@ -55,45 +67,54 @@ extern "C" {
 /* One value for each reason that a caller can act on. */
 typedef enum xllm_status {
   XLLM_STATUS_OK = 0,
-  XLLM_STATUS_INVALID_ARGUMENT = 1,     /* a field is wrong; detail "field" names it */
-  XLLM_STATUS_PROMPT_TOO_LONG = 2,      /* the prompt leaves no room in max_seq_len; details num_tokens, limit */
-  XLLM_STATUS_NEVER_FITS = 3,           /* would not fit an empty KV pool; details blocks_needed, blocks_total */
-  XLLM_STATUS_NOT_FOUND = 4,            /* file, request or slot unknown */
+  XLLM_STATUS_INVALID_ARGUMENT = 1, /* a field is wrong; detail "field" names it */
+  /* The prompt leaves no room in max_seq_len; details num_tokens, limit. */
+  XLLM_STATUS_PROMPT_TOO_LONG = 2,
+  /* Would not fit an empty KV pool; details blocks_needed, blocks_total. */
+  XLLM_STATUS_NEVER_FITS = 3,
+  XLLM_STATUS_NOT_FOUND = 4, /* file, request or slot unknown */
   XLLM_STATUS_ALREADY_EXISTS = 5,
   XLLM_STATUS_DECODE_MODE_MISMATCH = 6, /* details engine_mode, requested_mode, call, remedy */
   XLLM_STATUS_SLOT_STATE = 7,           /* call not allowed in the slot's state */
   XLLM_STATUS_NO_TOKENIZER = 8,         /* token ids work, text does not */
   XLLM_STATUS_NO_CHAT_TEMPLATE = 9,
-  XLLM_STATUS_QUEUE_FULL = 10,          /* nothing was queued; retry later */
-  XLLM_STATUS_QUEUE_TIMEOUT = 11,       /* waited longer than max_queue_s */
+  XLLM_STATUS_QUEUE_FULL = 10,    /* nothing was queued; retry later */
+  XLLM_STATUS_QUEUE_TIMEOUT = 11, /* waited longer than max_queue_s */
   XLLM_STATUS_NO_FREE_SLOT = 12,
-  XLLM_STATUS_KV_EXHAUSTED = 13,        /* an answer has outgrown the whole KV pool, or a slot what others leave of it */
-  XLLM_STATUS_MEMORY = 14,              /* does not fit; details bytes_needed, bytes_free, remedy */
-  XLLM_STATUS_STALE_EPOCH = 15,         /* the slot changed hands, or was released */
-  XLLM_STATUS_LEASE_LOST = 16,          /* the lease ran out, or the slot was released under a running call */
-  XLLM_STATUS_PERMISSION_DENIED = 17,   /* another owner's slot */
+  /* An answer has outgrown the whole KV pool, or a slot what others leave of it. */
+  XLLM_STATUS_KV_EXHAUSTED = 13,
+  XLLM_STATUS_MEMORY = 14,      /* does not fit; details bytes_needed, bytes_free, remedy */
+  XLLM_STATUS_STALE_EPOCH = 15, /* the slot changed hands, or was released */
+  /* The lease ran out, or the slot was released under a running call. */
+  XLLM_STATUS_LEASE_LOST = 16,
+  XLLM_STATUS_PERMISSION_DENIED = 17, /* another owner's slot */
   XLLM_STATUS_CANCELLED = 18,
   XLLM_STATUS_DEADLINE_EXCEEDED = 19,
-  XLLM_STATUS_MODEL_MALFORMED = 20,     /* the file contradicts its format */
-  XLLM_STATUS_MODEL_TRUNCATED = 21,     /* the file ends early */
-  XLLM_STATUS_MODEL_UNSUPPORTED = 22,   /* version, architecture, tensor type or tokenizer unknown */
-  XLLM_STATUS_UNIMPLEMENTED = 23,       /* this build, device or model lacks it */
-  XLLM_STATUS_NON_FINITE_LOGITS = 24,   /* a row of logits held NaN or infinity; that request ended */
-  XLLM_STATUS_DEVICE = 25,              /* driver or device fault */
-  XLLM_STATUS_ENGINE_FAILED = 26,       /* the step loop has stopped; destroy the engine and create another */
-  XLLM_STATUS_DRAINING = 27,            /* no new work */
-  XLLM_STATUS_IO = 28,                  /* the operating system refused */
-  XLLM_STATUS_INTERNAL = 29             /* a broken invariant of this library */
+  XLLM_STATUS_MODEL_MALFORMED = 20, /* the file contradicts its format */
+  XLLM_STATUS_MODEL_TRUNCATED = 21, /* the file ends early */
+  /* Version, architecture, tensor type or tokenizer unknown. */
+  XLLM_STATUS_MODEL_UNSUPPORTED = 22,
+  XLLM_STATUS_UNIMPLEMENTED = 23, /* this build, device or model lacks it */
+  /* A row of logits held NaN or infinity; that request ended. */
+  XLLM_STATUS_NON_FINITE_LOGITS = 24,
+  XLLM_STATUS_DEVICE = 25, /* driver or device fault */
+  /* The step loop has stopped; destroy the engine and create another. */
+  XLLM_STATUS_ENGINE_FAILED = 26,
+  XLLM_STATUS_DRAINING = 27, /* no new work */
+  XLLM_STATUS_IO = 28,       /* the operating system refused */
+  XLLM_STATUS_INTERNAL = 29  /* a broken invariant of this library */
 } xllm_status;
 
-/* Where a failure is described. Caller-owned; no initialisation needed. Strings are NUL-terminated and cut to their arrays. */
+/* Where a failure is described. Caller-owned; no initialisation needed. Strings are NUL-terminated
+ * and cut to their arrays. */
 typedef struct xllm_error {
   xllm_status status;
   char message[1024];
   char details[2048]; /* lines "key=value\n" */
 } xllm_error;
 
-/* "DECODE_MODE_MISMATCH" for XLLM_STATUS_DECODE_MODE_MISMATCH; "UNKNOWN" for a number outside the enum. */
+/* "DECODE_MODE_MISMATCH" for XLLM_STATUS_DECODE_MODE_MISMATCH; "UNKNOWN" for a number outside the
+ * enum. */
 XLLM_API const char *xllm_status_name(xllm_status status);
 
 /* "0.1.0", the ABI number the library was built with, and the hash of its sources. */
@@ -109,8 +130,10 @@ XLLM_API void xllm_free(void *memory);
 /* Which of the two ways to decode. The same numbers in C, Cython and protobuf.
  *   BATCHED   raw quantised weights, integer kernels, continuous batching (xllm_engine_submit)
  *   PER_SLOT  weights dequantised to f32, one slot at a time: the accuracy reference
- *   AUTO      of an engine: each set of weights is loaded on first use; of a request: what the engine's mode implies
- * An engine in one mode refuses requests in the other with DECODE_MODE_MISMATCH; nothing is ever downgraded. */
+ *   AUTO      of an engine: each set of weights is loaded on first use; of a request: what the
+ *             engine's mode implies
+ * An engine in one mode refuses requests in the other with DECODE_MODE_MISMATCH; nothing is ever
+ * downgraded. */
 typedef enum xllm_decode_mode {
   XLLM_DECODE_MODE_AUTO = 0,
   XLLM_DECODE_MODE_BATCHED = 1,
@@ -124,9 +147,14 @@ typedef enum xllm_backend {
 } xllm_backend;
 
 /* How keys and values are stored: f16; int8 or int4 with an f16 scale per token and 32 channels. */
-typedef enum xllm_kv_type { XLLM_KV_TYPE_F16 = 0, XLLM_KV_TYPE_INT8 = 1, XLLM_KV_TYPE_INT4 = 2 } xllm_kv_type;
+typedef enum xllm_kv_type {
+  XLLM_KV_TYPE_F16 = 0,
+  XLLM_KV_TYPE_INT8 = 1,
+  XLLM_KV_TYPE_INT4 = 2
+} xllm_kv_type;
 
-/* Receives one line of notice (no newline). Called from any thread of the library, possibly several at once. */
+/* Receives one line of notice (no newline). Called from any thread of the library, possibly several
+ * at once. */
 typedef void (*xllm_log_fn)(void *user, const char *line);
 
 /* ------------------------------------------------------------------ model */
@@ -135,17 +163,19 @@ typedef struct xllm_model xllm_model;
 
 typedef struct xllm_model_options {
   size_t struct_size;
-  const char *pretokenizer; /* overrides tokenizer.ggml.pre, or stands in where the file lacks it; NULL: the file decides */
+  /* Overrides tokenizer.ggml.pre, or stands in where the file lacks it; NULL: the file decides. */
+  const char *pretokenizer;
 } xllm_model_options;
 
 XLLM_API void xllm_model_options_init(xllm_model_options *options);
 
 /* Map the GGUF file at `path` (the first shard of a split one) and read everything but the weights.
  *   options   NULL: defaults
- * A file whose tensors or architecture are unknown is refused; one that holds only a vocabulary opens, and engines on it are refused.
- * NOT_FOUND, IO, MODEL_MALFORMED, MODEL_TRUNCATED, MODEL_UNSUPPORTED; the message names the key or tensor and the byte offset. */
-XLLM_API xllm_status xllm_model_open(const char *path, const xllm_model_options *options, xllm_model **out_model,
-                                     xllm_error *err);
+ * A file whose tensors or architecture are unknown is refused; one that holds only a vocabulary
+ * opens, and engines on it are refused. NOT_FOUND, IO, MODEL_MALFORMED, MODEL_TRUNCATED,
+ * MODEL_UNSUPPORTED; the message names the key or tensor and the byte offset. */
+XLLM_API xllm_status xllm_model_open(const char *path, const xllm_model_options *options,
+                                     xllm_model **out_model, xllm_error *err);
 XLLM_API void xllm_model_close(xllm_model *model);
 
 typedef struct xllm_model_info {
@@ -156,9 +186,9 @@ typedef struct xllm_model_info {
   uint64_t num_params;
   int32_t has_weights; /* 0: a file that holds only a vocabulary */
   int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
-  int32_t vocab_size;      /* rows of the head */
-  int32_t num_real_tokens; /* ids that can be chosen; the rest is padding */
-  int32_t context_length;  /* the model's own */
+  int32_t vocab_size;          /* rows of the head */
+  int32_t num_real_tokens;     /* ids that can be chosen; the rest is padding */
+  int32_t context_length;      /* the model's own */
   const char *tokenizer_model; /* "gpt2", "llama", "no_vocab" */
   const char *pretokenizer;    /* "smollm"; "" where there is none */
   int32_t has_tokenizer;       /* 0: text calls give NO_TOKENIZER */
@@ -170,11 +200,14 @@ typedef struct xllm_model_info {
 
 XLLM_API void xllm_model_get_info(const xllm_model *model, xllm_model_info *out_info);
 
-/* Lists of a model. `index` counts from 0; an index past the end returns 0 and leaves *out alone, otherwise 1. */
+/* Lists of a model. `index` counts from 0; an index past the end returns 0 and leaves *out alone,
+ * otherwise 1. */
 typedef struct xllm_metadata {
   const char *key;
-  const char *type;       /* "uint32", "string", "array of string" */
-  const char *value_json; /* JSON text; an array of more than 16 elements shows the first 16 and ends in "..." as its last element */
+  const char *type; /* "uint32", "string", "array of string" */
+  /* JSON text; an array of more than 16 elements shows the first 16 and ends in "..." as its
+   * last element. */
+  const char *value_json;
 } xllm_metadata;
 typedef struct xllm_tensor_info {
   const char *name;
@@ -190,7 +223,8 @@ typedef struct xllm_fact {
   const char *value;  /* "neighbours" */
   const char *source; /* "architecture llama" */
 } xllm_fact;
-/* A member of the one end-of-generation set that serves every feature that ends or forbids ending. */
+/* A member of the one end-of-generation set that serves every feature that ends or forbids ending.
+ */
 typedef struct xllm_end_token {
   int32_t token_id;
   const char *text;
@@ -201,8 +235,8 @@ XLLM_API int xllm_model_get_tensor(const xllm_model *model, size_t index, xllm_t
 XLLM_API int xllm_model_get_fact(const xllm_model *model, size_t index, xllm_fact *out);
 XLLM_API int xllm_model_get_end_token(const xllm_model *model, size_t index, xllm_end_token *out);
 
-/* A piece of text to encode. In a `trusted` piece (template text) the written form of a CONTROL token becomes that token; in any other
- * it stays plain text. */
+/* A piece of text to encode. In a `trusted` piece (template text) the written form of a CONTROL
+ * token becomes that token; in any other it stays plain text. */
 typedef struct xllm_text {
   const char *data;
   size_t size;
@@ -210,21 +244,28 @@ typedef struct xllm_text {
 } xllm_text;
 
 /* Encode pieces of text that follow one another.
- *   add_special   1: BOS / EOS as the vocabulary asks for; BOS exactly once even where the text already begins with it
+ *   add_special   1: BOS / EOS as the vocabulary asks for; BOS exactly once even where the text
+ *                 already begins with it
  *   out_ids       num ids, released with xllm_free; set to NULL when there are none
- * NO_TOKENIZER; INVALID_ARGUMENT: invalid UTF-8 (the message gives the byte offset). Takes O(n log n) in the size of the text. */
-XLLM_API xllm_status xllm_model_encode(const xllm_model *model, const xllm_text *texts, size_t num_texts, int add_special,
-                                       int32_t **out_ids, size_t *out_num, xllm_error *err);
+ * NO_TOKENIZER; INVALID_ARGUMENT: invalid UTF-8 (the message gives the byte offset). Takes O(n log
+ * n) in the size of the text. */
+XLLM_API xllm_status xllm_model_encode(const xllm_model *model, const xllm_text *texts,
+                                       size_t num_texts, int add_special, int32_t **out_ids,
+                                       size_t *out_num, xllm_error *err);
 
-/* The text of a sequence of ids: whole code points; bytes that form none become U+FFFD. CONTROL tokens give no text unless
- * render_special. out_text (out_size bytes, and a NUL after them) is released with xllm_free.
+/* The text of a sequence of ids: whole code points; bytes that form none become U+FFFD. CONTROL
+ * tokens give no text unless render_special. out_text (out_size bytes, and a NUL after them) is
+ * released with xllm_free.
  * NO_TOKENIZER; INVALID_ARGUMENT: an id outside the vocabulary, with its index. */
-XLLM_API xllm_status xllm_model_decode(const xllm_model *model, const int32_t *ids, size_t num_ids, int render_special,
-                                       char **out_text, size_t *out_size, xllm_error *err);
+XLLM_API xllm_status xllm_model_decode(const xllm_model *model, const int32_t *ids, size_t num_ids,
+                                       int render_special, char **out_text, size_t *out_size,
+                                       xllm_error *err);
 
-/* The raw bytes of one token (not always whole code points). The token's type goes to *out_type, numbers of tokenizer.ggml.token_type.
- * NO_TOKENIZER; INVALID_ARGUMENT: an id outside the vocabulary. */
-XLLM_API xllm_status xllm_model_token_piece(const xllm_model *model, int32_t id, const char **out_bytes, size_t *out_size,
+/* The raw bytes of one token (not always whole code points). The token's type goes to *out_type,
+ * numbers of tokenizer.ggml.token_type. NO_TOKENIZER; INVALID_ARGUMENT: an id outside the
+ * vocabulary. */
+XLLM_API xllm_status xllm_model_token_piece(const xllm_model *model, int32_t id,
+                                            const char **out_bytes, size_t *out_size,
                                             int32_t *out_type, xllm_error *err);
 
 /* ------------------------------------------------------------------ engine */
@@ -237,17 +278,22 @@ typedef struct xllm_engine_config {
   xllm_decode_mode decode_mode; /* BATCHED */
   xllm_kv_type kv_type;         /* F16 */
   int32_t max_slots;            /* 8; requests decoding at once, 1 to 1024 */
-  int32_t max_seq_len;          /* 0: the model's context length; tokens of prompt and answer together */
-  int32_t allow_long_context;   /* 0; 1: max_seq_len may exceed the model's context length */
-  int32_t prefill_chunk;        /* 512; prompt tokens computed per step at most, 1 to 8192 */
-  int32_t block_size;           /* 64; token positions per KV block: 16, 32, 64 or 128 */
-  int32_t max_queue;            /* 256; requests beyond max_slots that may wait before QUEUE_FULL, 0 to 1048576 */
-  int32_t num_threads;          /* 0: min(affinity, cgroup quota, physical cores); CPU backend */
-  int32_t device_index;         /* 0; CUDA backend */
-  uint64_t kv_memory;           /* 0: auto: 0.90 x device memory - weights - scratch; on the CPU 25 % of what the cgroup grants */
-  uint64_t memory_limit;        /* 0: none; bytes this engine may take on its device */
-  const char *instruction_set;  /* NULL: best; "scalar", "avx2", "avx512", "neon": refused where the CPU lacks it */
-  xllm_log_fn log;              /* NULL: silent */
+  /* 0: the model's context length; tokens of prompt and answer together. */
+  int32_t max_seq_len;
+  int32_t allow_long_context; /* 0; 1: max_seq_len may exceed the model's context length */
+  int32_t prefill_chunk;      /* 512; prompt tokens computed per step at most, 1 to 8192 */
+  int32_t block_size;         /* 64; token positions per KV block: 16, 32, 64 or 128 */
+  /* 256; requests beyond max_slots that may wait before QUEUE_FULL, 0 to 1048576. */
+  int32_t max_queue;
+  int32_t num_threads;  /* 0: min(affinity, cgroup quota, physical cores); CPU backend */
+  int32_t device_index; /* 0; CUDA backend */
+  /* 0: auto: 0.90 x device memory - weights - scratch; on the CPU 25 % of what the cgroup
+   * grants. */
+  uint64_t kv_memory;
+  uint64_t memory_limit; /* 0: none; bytes this engine may take on its device */
+  /* NULL: best; "scalar", "avx2", "avx512", "neon": refused where the CPU lacks it. */
+  const char *instruction_set;
+  xllm_log_fn log; /* NULL: silent */
   void *log_user;
 } xllm_engine_config;
 
@@ -270,26 +316,28 @@ typedef struct xllm_plan {
   int32_t fits;
 } xllm_plan;
 
-/* The Plan of `config` on this machine. NULL config: defaults. INVALID_ARGUMENT as for xllm_engine_create; MODEL_UNSUPPORTED: the file
- * holds only a vocabulary. A plan that does not fit is a result (fits = 0), no error. */
-XLLM_API xllm_status xllm_model_plan(const xllm_model *model, const xllm_engine_config *config, xllm_plan *out_plan,
-                                     xllm_error *err);
+/* The Plan of `config` on this machine. NULL config: defaults. INVALID_ARGUMENT as for
+ * xllm_engine_create; MODEL_UNSUPPORTED: the file holds only a vocabulary. A plan that does not fit
+ * is a result (fits = 0), no error. */
+XLLM_API xllm_status xllm_model_plan(const xllm_model *model, const xllm_engine_config *config,
+                                     xllm_plan *out_plan, xllm_error *err);
 
-/* Load the weights that the mode asks for, set up the KV pool, start the step loop. Waits for all of it.
- * INVALID_ARGUMENT: a config field out of range, or max_seq_len beyond the model's context. MEMORY: the Plan does not fit; details
- * bytes_needed, bytes_free, remedy; nothing stays allocated. UNIMPLEMENTED: mode or KV type not offered by the backend.
- * DEVICE: CUDA asked for and not usable, with the reason. MODEL_UNSUPPORTED: no weights. */
-XLLM_API xllm_status xllm_engine_create(xllm_model *model, const xllm_engine_config *config, xllm_engine **out_engine,
-                                        xllm_error *err);
+/* Load the weights that the mode asks for, set up the KV pool, start the step loop. Waits for all
+ * of it. INVALID_ARGUMENT: a config field out of range, or max_seq_len beyond the model's context.
+ * MEMORY: the Plan does not fit; details bytes_needed, bytes_free, remedy; nothing stays allocated.
+ * UNIMPLEMENTED: mode or KV type not offered by the backend. DEVICE: CUDA asked for and not usable,
+ * with the reason. MODEL_UNSUPPORTED: no weights. */
+XLLM_API xllm_status xllm_engine_create(xllm_model *model, const xllm_engine_config *config,
+                                        xllm_engine **out_engine, xllm_error *err);
 
-/* Stop the step loop (at most one step is waited for), end every live request as CANCELLED without an event, free everything.
- * Threads waiting in take_events return ENGINE_FAILED first. */
+/* Stop the step loop (at most one step is waited for), end every live request as CANCELLED without
+ * an event, free everything. Threads waiting in take_events return ENGINE_FAILED first. */
 XLLM_API void xllm_engine_destroy(xllm_engine *engine);
 
 typedef struct xllm_engine_info {
-  const char *device_kind;   /* "cpu", "cuda" */
+  const char *device_kind; /* "cpu", "cuda" */
   const char *device_name;
-  const char *kernels;       /* "avx2", "sm_90a" */
+  const char *kernels; /* "avx2", "sm_90a" */
   int32_t num_threads;
   const char *threads_limit; /* which limit decided num_threads */
   xllm_decode_mode decode_mode;
@@ -303,18 +351,25 @@ XLLM_API void xllm_engine_get_info(const xllm_engine *engine, xllm_engine_info *
 
 /* ------------------------------------------------------------------ requests */
 
-/* How a token is chosen. xllm_sampling_params_init sets the neutral value of each field, which is also its default: greedy.
- * The order is one and the same everywhere: logit bias, repetition penalty, frequency and presence penalty, temperature, top_k, top_p,
- * min_p, draw. Fields outside their range are INVALID_ARGUMENT. */
+/* How a token is chosen. xllm_sampling_params_init sets the neutral value of each field, which is
+ * also its default: greedy. The order is one and the same everywhere: logit bias, repetition
+ * penalty, frequency and presence penalty, temperature, top_k, top_p, min_p, draw. Fields outside
+ * their range are INVALID_ARGUMENT. */
 typedef struct xllm_sampling_params {
-  float temperature;        /* 0: the largest logit, lowest id on a tie, no random draw; else finite, > 0 up to 100 */
-  int32_t top_k;            /* 0 or >= vocabulary: off; else the k largest */
-  float top_p;              /* 1: off; 0: one token; smallest set whose probability sums to it, [0, 1] */
-  float min_p;              /* 0: off; 1: only ties of the best; drop what is below min_p x the best probability, [0, 1] */
-  float repetition_penalty; /* 1: off; (0, 100]; tokens of the prompt and the answer: positive logits divided, negative multiplied */
-  float frequency_penalty;  /* 0: off; [-100, 100]; x occurrences among generated tokens, subtracted */
-  float presence_penalty;   /* 0: off; [-100, 100]; subtracted once from generated tokens */
-  int32_t has_seed;         /* 0: a seed is drawn and echoed */
+  /* 0: the largest logit, lowest id on a tie, no random draw; else finite, > 0 up to 100. */
+  float temperature;
+  int32_t top_k; /* 0 or >= vocabulary: off; else the k largest */
+  /* 1: off; 0: one token; smallest set whose probability sums to it, [0, 1]. */
+  float top_p;
+  /* 0: off; 1: only ties of the best; drop what is below min_p x the best probability, [0, 1]. */
+  float min_p;
+  /* 1: off; (0, 100]; tokens of the prompt and the answer: positive logits divided, negative
+   * multiplied. */
+  float repetition_penalty;
+  /* 0: off; [-100, 100]; x occurrences among generated tokens, subtracted. */
+  float frequency_penalty;
+  float presence_penalty; /* 0: off; [-100, 100]; subtracted once from generated tokens */
+  int32_t has_seed;       /* 0: a seed is drawn and echoed */
   uint64_t seed;
 } xllm_sampling_params;
 
@@ -325,7 +380,8 @@ typedef struct xllm_logit_bias {
   float bias; /* added to the logit; -infinity forbids; +infinity and NaN are refused */
 } xllm_logit_bias;
 
-/* Who takes a request's events: whoever drains the engine's common queue (request_id 0), or only calls that name the request. */
+/* Who takes a request's events: whoever drains the engine's common queue (request_id 0), or only
+ * calls that name the request. */
 typedef enum xllm_delivery { XLLM_DELIVERY_SHARED = 0, XLLM_DELIVERY_PRIVATE = 1 } xllm_delivery;
 
 typedef struct xllm_request {
@@ -335,11 +391,15 @@ typedef struct xllm_request {
   xllm_decode_mode decode_mode; /* AUTO */
   xllm_delivery delivery;       /* SHARED */
   xllm_sampling_params sampling;
-  uint32_t max_tokens;           /* 0: as many as max_seq_len leaves room for */
-  uint32_t min_tokens;           /* 0; before it, ends of generation and stop token ids are forbidden and stop strings not looked for */
-  int32_t ignore_eos;            /* 0; 1: the end-of-generation set does not end the answer */
-  int32_t num_logprobs;          /* -1: none; 0..20: the chosen token's and so many best candidates' */
-  const xllm_text *stop_strings; /* at most 16, each 1..256 bytes; matched in the text, never sent */
+  uint32_t max_tokens; /* 0: as many as max_seq_len leaves room for */
+  /* 0; before it, ends of generation and stop token ids are forbidden and stop strings not
+   * looked for. */
+  uint32_t min_tokens;
+  int32_t ignore_eos; /* 0; 1: the end-of-generation set does not end the answer */
+  /* -1: none; 0..20: the chosen token's and so many best candidates'. */
+  int32_t num_logprobs;
+  /* At most 16, each 1..256 bytes; matched in the text, never sent. */
+  const xllm_text *stop_strings;
   size_t num_stop_strings;
   const int32_t *stop_token_ids; /* at most 64 */
   size_t num_stop_token_ids;
@@ -352,16 +412,21 @@ typedef struct xllm_request {
 
 XLLM_API void xllm_request_init(xllm_request *request);
 
-/* Queue one request. Thread-safe; never waits for the device. Everything that `request` points to is copied.
+/* Queue one request. Thread-safe; never waits for the device. Everything that `request` points to
+ * is copied.
  *   out_id   > 0, unique within the engine; set only on OK
- * INVALID_ARGUMENT: a field out of range (detail "field"). PROMPT_TOO_LONG: no room for one token in max_seq_len. NEVER_FITS: the prompt
- * and one token exceed the whole KV pool. DECODE_MODE_MISMATCH. QUEUE_FULL: nothing was queued. DRAINING, ENGINE_FAILED. NO_TOKENIZER:
- * stop strings without a vocabulary. Of an AUTO engine also MEMORY: the set of weights that this request would load does not fit beside
- * the other (details bytes_needed, bytes_free, remedy); and UNIMPLEMENTED: the backend lacks this mode. */
-XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id, xllm_error *err);
+ * INVALID_ARGUMENT: a field out of range (detail "field"). PROMPT_TOO_LONG: no room for one token
+ * in max_seq_len. NEVER_FITS: the prompt and one token exceed the whole KV pool.
+ * DECODE_MODE_MISMATCH. QUEUE_FULL: nothing was queued. DRAINING, ENGINE_FAILED. NO_TOKENIZER: stop
+ * strings without a vocabulary. Of an AUTO engine also MEMORY: the set of weights that this request
+ * would load does not fit beside the other (details bytes_needed, bytes_free, remedy); and
+ * UNIMPLEMENTED: the backend lacks this mode. */
+XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request,
+                                        uint64_t *out_id, xllm_error *err);
 
-/* End a request, wherever it is: its slot and blocks are free within one step, and a FINISHED event with status CANCELLED follows.
- * Calling it again, or for a request that has ended, is harmless. NOT_FOUND: the id was never given out. */
+/* End a request, wherever it is: its slot and blocks are free within one step, and a FINISHED event
+ * with status CANCELLED follows. Calling it again, or for a request that has ended, is harmless.
+ * NOT_FOUND: the id was never given out. */
 XLLM_API xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id, xllm_error *err);
 
 /* ------------------------------------------------------------------ events */
@@ -369,8 +434,9 @@ XLLM_API xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id
 typedef enum xllm_event_kind {
   XLLM_EVENT_ACCEPTED = 1, /* first: the request has a slot */
   XLLM_EVENT_PREFILL = 2,  /* after each chunk of a prompt of several chunks */
-  XLLM_EVENT_TOKEN = 3,    /* one generated token, the one that ends the answer included (without text) */
-  XLLM_EVENT_FINISHED = 4  /* last; always comes, also for a request that was never accepted */
+  /* One generated token, the one that ends the answer included (without text). */
+  XLLM_EVENT_TOKEN = 3,
+  XLLM_EVENT_FINISHED = 4 /* last; always comes, also for a request that was never accepted */
 } xllm_event_kind;
 
 typedef enum xllm_finish_reason {
@@ -388,8 +454,9 @@ typedef struct xllm_candidate {
   float logprob;
 } xllm_candidate;
 
-/* Fields beyond kind and request_id are set for the kinds named beside them and zero otherwise. Pointers live as long as the
- * xllm_events they came from. Times are seconds on a monotonic clock. */
+/* Fields beyond kind and request_id are set for the kinds named beside them and zero otherwise.
+ * Pointers live as long as the xllm_events they came from. Times are seconds on a monotonic clock.
+ */
 typedef struct xllm_event {
   xllm_event_kind kind;
   uint64_t request_id;
@@ -408,11 +475,14 @@ typedef struct xllm_event {
   uint32_t token_index; /* 0 for the first generated token */
   const char *piece;    /* the token's raw bytes; NULL without a tokenizer */
   size_t piece_size;
-  float logprob; /* of the distribution after penalties and before temperature; only where num_logprobs >= 0 */
+  /* Of the distribution after penalties and before temperature; only where num_logprobs >= 0. */
+  float logprob;
   const xllm_candidate *candidates; /* best first */
   size_t num_candidates;
-  /* TOKEN, FINISHED: text that this event releases, whole code points. All texts of a request joined are its answer. */
-  const char *text; /* FINISHED: what was held back for a stop string, and U+FFFD for a character that was cut */
+  /* TOKEN, FINISHED: text that this event releases, whole code points. All texts of a request
+   * joined are its answer. */
+  /* FINISHED: what was held back for a stop string, and U+FFFD for a character that was cut. */
+  const char *text;
   size_t text_size;
   /* FINISHED */
   xllm_status status; /* OK: see finish_reason */
@@ -421,7 +491,8 @@ typedef struct xllm_event {
   int32_t matched_stop;     /* STOP_STRING: index of the string; else -1 */
   const char *message;      /* status is not OK: one line; else NULL */
   uint32_t num_generated_tokens;
-  double queue_s, prefill_s, decode_s, ttft_s; /* ttft_s: submission to first token, 0 if there was none */
+  /* Ttft_s: submission to first token, 0 if there was none. */
+  double queue_s, prefill_s, decode_s, ttft_s;
 } xllm_event;
 
 /* A batch of events, in order for each request. */
@@ -430,41 +501,49 @@ XLLM_API size_t xllm_events_count(const xllm_events *events);
 XLLM_API const xllm_event *xllm_events_get(const xllm_events *events, size_t index);
 XLLM_API void xllm_events_destroy(xllm_events *events);
 
-/* A descriptor that is readable while events of SHARED requests wait; owned by the engine. One wake-up per step, whatever the number of
- * tokens. For poll, epoll or an event loop; do not read or close it. */
+/* A descriptor that is readable while events of SHARED requests wait; owned by the engine. One
+ * wake-up per step, whatever the number of tokens. For poll, epoll or an event loop; do not read or
+ * close it. */
 XLLM_API int xllm_engine_event_fd(const xllm_engine *engine);
 
 /* Take what has happened.
  *   request_id   0: all events of SHARED requests; else those of that PRIVATE request
  *   timeout_s    how long to wait while there is nothing; 0: not at all; < 0: without limit
  *   out_events   NULL when nothing came in time; else released with xllm_events_destroy
- * NOT_FOUND: no such PRIVATE request, or its FINISHED event has been taken. ENGINE_FAILED: the engine is being destroyed, or has failed
- * and nothing is left to take. */
-XLLM_API xllm_status xllm_engine_take_events(xllm_engine *engine, uint64_t request_id, double timeout_s,
-                                             xllm_events **out_events, xllm_error *err);
+ * NOT_FOUND: no such PRIVATE request, or its FINISHED event has been taken. ENGINE_FAILED: the
+ * engine is being destroyed, or has failed and nothing is left to take. */
+XLLM_API xllm_status xllm_engine_take_events(xllm_engine *engine, uint64_t request_id,
+                                             double timeout_s, xllm_events **out_events,
+                                             xllm_error *err);
 
 /* ------------------------------------------------------------------ slots */
 
-/* A slot is a seat in the batch with its KV cache. Requests of xllm_engine_submit take and leave theirs by themselves; a caller that
- * wants to go step by step owns one for a while:
+/* A slot is a seat in the batch with its KV cache. Requests of xllm_engine_submit take and leave
+ * theirs by themselves; a caller that wants to go step by step owns one for a while:
  *
- *   acquire -> ACQUIRED -> prefill -> READY -> decode (a stream of events, or step by step) -> READY -> ... -> release
+ *   acquire -> ACQUIRED -> prefill -> READY -> decode (a stream of events, or step by step) ->
+ *   READY -> ... -> release
  *
- * Ownership   Acquiring raises the slot's epoch; (slot, epoch) names this ownership and is what every call takes. Once it has ended,
- *             each call gives LEASE_LOST (the lease ran out and nobody has acquired the slot since) or STALE_EPOCH (otherwise). Who may
- *             use an ownership is not the engine's business.
- * Lease       Runs from acquire and from each renewal. At its end, as at release, a call that runs in the slot ends with LEASE_LOST, and
- *             the slot is free and its blocks are back within one step.
- * Seats       Slots and requests share max_slots seats, first come, first served: acquiring never ends a request, and requests wait in
- *             the queue while owned slots hold every seat.
- * Blocks      Slots and requests share the KV pool of their mode. What runs in an owned slot comes before all requests, which are preempted for it; an
- *             owned slot is never preempted and keeps its blocks while idle. When not even that frees enough, the call in the slot ends
- *             with KV_EXHAUSTED. Requests wait for blocks that owned slots hold.
- * Tokens      A slot's last token, of a prompt or generated, is computed by the next decode or prefill: its logits choose what follows.
- *             A prompt appended to a READY slot is a prompt of its own behind the slot's history. Only the first prompt of an ownership
- *             is looked up in the prefix cache, and only its blocks may enter it.
- * Calls end   by completion, cancel (xllm_engine_cancel), deadline or error. The slot stays owned and its lease goes on: READY with all
- *             tokens generated so far after a decode, as it was before after a prefill that did not complete. */
+ * Ownership   Acquiring raises the slot's epoch; (slot, epoch) names this ownership and is what
+ *             every call takes. Once it has ended, each call gives LEASE_LOST (the lease ran out
+ *             and nobody has acquired the slot since) or STALE_EPOCH (otherwise). Who may use an
+ *             ownership is not the engine's business.
+ * Lease       Runs from acquire and from each renewal. At its end, as at release, a call that runs
+ *             in the slot ends with LEASE_LOST, and the slot is free and its blocks are back within
+ *             one step.
+ * Seats       Slots and requests share max_slots seats, first come, first served: acquiring never
+ *             ends a request, and requests wait in the queue while owned slots hold every seat.
+ * Blocks      Slots and requests share the KV pool of their mode. What runs in an owned slot comes
+ *             before all requests, which are preempted for it; an owned slot is never preempted and
+ *             keeps its blocks while idle. When not even that frees enough, the call in the slot
+ *             ends with KV_EXHAUSTED. Requests wait for blocks that owned slots hold.
+ * Tokens      A slot's last token, of a prompt or generated, is computed by the next decode or
+ *             prefill: its logits choose what follows. A prompt appended to a READY slot is a
+ *             prompt of its own behind the slot's history. Only the first prompt of an ownership is
+ *             looked up in the prefix cache, and only its blocks may enter it.
+ * Calls end   by completion, cancel (xllm_engine_cancel), deadline or error. The slot stays owned
+ *             and its lease goes on: READY with all tokens generated so far after a decode, as it
+ *             was before after a prefill that did not complete. */
 typedef enum xllm_slot_state {
   XLLM_SLOT_FREE = 0,       /* nobody owns it; it holds no KV block */
   XLLM_SLOT_ACQUIRED = 1,   /* owned, nothing computed yet; of a request: preempted */
@@ -481,15 +560,20 @@ typedef struct xllm_slot_info {
   xllm_slot_state state;
   xllm_decode_mode decode_mode; /* effective while owned; AUTO for a free slot */
   uint64_t request_id;          /* the call or request that runs in it; 0: none */
-  uint32_t num_tokens;          /* positions it holds; of an owned slot with the last one, which the next call computes */
-  uint32_t num_blocks;          /* KV blocks; shared ones count too */
-  int32_t is_acquired;          /* 1: owned through xllm_engine_acquire; 0: free, or a request's own */
-  double lease_left_s;          /* seconds until the lease ends, 0 when it is over; 0 where is_acquired is 0 */
-  double owned_s;               /* seconds since the present owner got it; 0 for a free slot */
+  /* Positions it holds; of an owned slot with the last one, which the next call computes. */
+  uint32_t num_tokens;
+  uint32_t num_blocks; /* KV blocks; shared ones count too */
+  /* 1: owned through xllm_engine_acquire; 0: free, or a request's own. */
+  int32_t is_acquired;
+  /* Seconds until the lease ends, 0 when it is over; 0 where is_acquired is 0. */
+  double lease_left_s;
+  double owned_s; /* seconds since the present owner got it; 0 for a free slot */
 } xllm_slot_info;
 
-/* Snapshot of one slot; 0 when there is no such slot, otherwise 1. Never waits for the step loop. */
-XLLM_API int xllm_engine_get_slot(const xllm_engine *engine, int32_t slot, xllm_slot_info *out_info);
+/* Snapshot of one slot; 0 when there is no such slot, otherwise 1. Never waits for the step loop.
+ */
+XLLM_API int xllm_engine_get_slot(const xllm_engine *engine, int32_t slot,
+                                  xllm_slot_info *out_info);
 
 /* One ownership of a slot, as xllm_engine_acquire returned it. */
 typedef struct xllm_slot_ref {
@@ -507,23 +591,27 @@ typedef struct xllm_acquire_options {
 XLLM_API void xllm_acquire_options_init(xllm_acquire_options *options);
 
 /* Own a free slot. Never waits for the step loop.
- *   options    NULL: defaults      out_info   ACQUIRED, with slot, epoch and the effective mode; set only on OK
- * DECODE_MODE_MISMATCH as the table of modes says. NO_FREE_SLOT: every seat is taken, or the one asked for is. NOT_FOUND: no slot of
- * that number. Of an AUTO engine MEMORY: the set of weights that the slot would need does not fit beside the other (details
- * bytes_needed, bytes_free, remedy; nothing is allocated), and UNIMPLEMENTED: the backend lacks this mode. The set is loaded by the
+ *   options    NULL: defaults
+ *   out_info   ACQUIRED, with slot, epoch and the effective mode; set only on OK
+ * DECODE_MODE_MISMATCH as the table of modes says. NO_FREE_SLOT: every seat is taken, or the one
+ * asked for is. NOT_FOUND: no slot of that number. Of an AUTO engine MEMORY: the set of weights
+ * that the slot would need does not fit beside the other (details bytes_needed, bytes_free, remedy;
+ * nothing is allocated), and UNIMPLEMENTED: the backend lacks this mode. The set is loaded by the
  * first call that computes. INVALID_ARGUMENT, DRAINING, ENGINE_FAILED. */
-XLLM_API xllm_status xllm_engine_acquire(xllm_engine *engine, const xllm_acquire_options *options, xllm_slot_info *out_info,
-                                         xllm_error *err);
+XLLM_API xllm_status xllm_engine_acquire(xllm_engine *engine, const xllm_acquire_options *options,
+                                         xllm_slot_info *out_info, xllm_error *err);
 
-/* Let the lease end lease_s seconds from now (more than 0 up to 1e6). Never waits. out_info may be NULL.
- * NOT_FOUND: no slot of that number. STALE_EPOCH, LEASE_LOST. */
-XLLM_API xllm_status xllm_engine_renew(xllm_engine *engine, xllm_slot_ref ref, double lease_s, xllm_slot_info *out_info,
-                                       xllm_error *err);
+/* Let the lease end lease_s seconds from now (more than 0 up to 1e6). Never waits. out_info may be
+ * NULL. NOT_FOUND: no slot of that number. STALE_EPOCH, LEASE_LOST. */
+XLLM_API xllm_status xllm_engine_renew(xllm_engine *engine, xllm_slot_ref ref, double lease_s,
+                                       xllm_slot_info *out_info, xllm_error *err);
 
-/* End the ownership; a call that runs in the slot ends with LEASE_LOST. Never waits: the slot is FREE at once where it holds no block
- * and nothing runs in it, else CANCELLING and free within one step. out_info, which may be NULL, says which.
- * NOT_FOUND, STALE_EPOCH, LEASE_LOST: it had ended before. */
-XLLM_API xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref, xllm_slot_info *out_info, xllm_error *err);
+/* End the ownership; a call that runs in the slot ends with LEASE_LOST. Never waits: the slot is
+ * FREE at once where it holds no block and nothing runs in it, else CANCELLING and free within one
+ * step. out_info, which may be NULL, says which. NOT_FOUND, STALE_EPOCH, LEASE_LOST: it had ended
+ * before. */
+XLLM_API xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref,
+                                         xllm_slot_info *out_info, xllm_error *err);
 
 typedef struct xllm_prefill_options {
   size_t struct_size;
@@ -535,42 +623,59 @@ typedef struct xllm_prefill_options {
 
 XLLM_API void xllm_prefill_options_init(xllm_prefill_options *options);
 
-/* Compute a prompt into an ACQUIRED slot, or append one to a READY slot. Never waits; events follow as for a request: ACCEPTED, PREFILL
- * after each chunk, FINISHED with finish_reason PREFILLED and the slot READY. The id is one for xllm_engine_cancel and take_events.
- * SLOT_STATE: something runs in the slot. PROMPT_TOO_LONG: history and prompt leave no room for one token in max_seq_len. NEVER_FITS:
- * they exceed the whole KV pool. NOT_FOUND, STALE_EPOCH, LEASE_LOST, INVALID_ARGUMENT, DRAINING, ENGINE_FAILED.
- * FINISHED may say KV_EXHAUSTED, LEASE_LOST, CANCELLED, DEADLINE_EXCEEDED, and MEMORY where this call loads weights. */
-XLLM_API xllm_status xllm_engine_prefill(xllm_engine *engine, xllm_slot_ref ref, const xllm_prefill_options *options,
-                                         uint64_t *out_id, xllm_error *err);
+/* Compute a prompt into an ACQUIRED slot, or append one to a READY slot. Never waits; events follow
+ * as for a request: ACCEPTED, PREFILL after each chunk, FINISHED with finish_reason PREFILLED and
+ * the slot READY. The id is one for xllm_engine_cancel and take_events. SLOT_STATE: something runs
+ * in the slot. PROMPT_TOO_LONG: history and prompt leave no room for one token in max_seq_len.
+ * NEVER_FITS: they exceed the whole KV pool. NOT_FOUND, STALE_EPOCH, LEASE_LOST, INVALID_ARGUMENT,
+ * DRAINING, ENGINE_FAILED. FINISHED may say KV_EXHAUSTED, LEASE_LOST, CANCELLED, DEADLINE_EXCEEDED,
+ * and MEMORY where this call loads weights. */
+XLLM_API xllm_status xllm_engine_prefill(xllm_engine *engine, xllm_slot_ref ref,
+                                         const xllm_prefill_options *options, uint64_t *out_id,
+                                         xllm_error *err);
 
-/* Per-slot API: generate in one READY slot that was acquired PER_SLOT. Never waits; events are those of a request without PREFILL
- * (num_prompt_tokens and num_cached_tokens are 0, token_index counts from 0 in each call).
- *   request   how to generate: sampling, stops, limits, delivery. Without prompt; decode_mode AUTO or PER_SLOT; priority and
- *             max_queue_s do nothing. Penalties count the slot's prompts and all that it has generated.
- * DECODE_MODE_MISMATCH: a batched slot. SLOT_STATE: the slot is not READY, or is full (num_tokens is max_seq_len). The rest as for
- * xllm_engine_prefill and xllm_engine_submit. */
-XLLM_API xllm_status xllm_engine_decode_slot(xllm_engine *engine, xllm_slot_ref ref, const xllm_request *request, uint64_t *out_id,
+/* Per-slot API: generate in one READY slot that was acquired PER_SLOT. Never waits; events are
+ * those of a request without PREFILL (num_prompt_tokens and num_cached_tokens are 0, token_index
+ * counts from 0 in each call).
+ *   request   how to generate: sampling, stops, limits, delivery. Without prompt; decode_mode AUTO
+ *             or PER_SLOT; priority and max_queue_s do nothing. Penalties count the slot's prompts
+ *             and all that it has generated.
+ * DECODE_MODE_MISMATCH: a batched slot. SLOT_STATE: the slot is not READY, or is full (num_tokens
+ * is max_seq_len). The rest as for xllm_engine_prefill and xllm_engine_submit. */
+XLLM_API xllm_status xllm_engine_decode_slot(xllm_engine *engine, xllm_slot_ref ref,
+                                             const xllm_request *request, uint64_t *out_id,
                                              xllm_error *err);
 
-/* Batched API: generate in several READY batched slots in lock-step: all begin in the same step, and every one that still runs advances
- * by one token in each step.
- *   requests   [num_slots], one for each ref as for xllm_engine_decode_slot (decode_mode AUTO or BATCHED); the refs all differ
- *   out_ids    [num_slots]; each entry has events of its own, and ends by itself or by xllm_engine_cancel
- * Refused as a whole when one entry is, before any slot changes; detail "entry" is its index. DECODE_MODE_MISMATCH: a per-slot slot. */
-XLLM_API xllm_status xllm_engine_decode_batch(xllm_engine *engine, const xllm_slot_ref *refs, const xllm_request *requests,
-                                              size_t num_slots, uint64_t *out_ids, xllm_error *err);
+/* Batched API: generate in several READY batched slots in lock-step: all begin in the same step,
+ * and every one that still runs advances by one token in each step.
+ *   requests   [num_slots], one for each ref as for xllm_engine_decode_slot (decode_mode AUTO or
+ *              BATCHED); the refs all differ
+ *   out_ids    [num_slots]; each entry has events of its own, and ends by itself or by
+ *              xllm_engine_cancel
+ * Refused as a whole when one entry is, before any slot changes; detail "entry" is its index.
+ * DECODE_MODE_MISMATCH: a per-slot slot. */
+XLLM_API xllm_status xllm_engine_decode_batch(xllm_engine *engine, const xllm_slot_ref *refs,
+                                              const xllm_request *requests, size_t num_slots,
+                                              uint64_t *out_ids, xllm_error *err);
 
-/* Step calls: one token each, in process. They wait for that one step (behind a step in progress), and leave the slots READY.
- *   sampling     how to choose, [num_slots] for the batch; NULL: greedy. Ends of generation are tokens like any other.
+/* Step calls: one token each, in process. They wait for that one step (behind a step in progress),
+ * and leave the slots READY.
+ *   sampling     how to choose, [num_slots] for the batch; NULL: greedy. Ends of generation are
+ *                tokens like any other.
  *   out_token    the chosen token, [num_slots] for the batch
- *   out_logits   NULL, or f32 [vocab_size] of the row that chose it, before biases and penalties, [num_slots, vocab_size] for the batch
- * Errors as for decode_slot and decode_batch, and what ended the step instead of a token: LEASE_LOST, KV_EXHAUSTED,
- * NON_FINITE_LOGITS, ENGINE_FAILED, MEMORY. In a batch that is the first failed entry's (detail "entry"); the others have advanced, and
- * out_token of a failed one is -1. */
-XLLM_API xllm_status xllm_engine_decode_step_slot(xllm_engine *engine, xllm_slot_ref ref, const xllm_sampling_params *sampling,
-                                                  int32_t *out_token, float *out_logits, xllm_error *err);
+ *   out_logits   NULL, or f32 [vocab_size] of the row that chose it, before biases and penalties,
+ *                [num_slots, vocab_size] for the batch
+ * Errors as for decode_slot and decode_batch, and what ended the step instead of a token:
+ * LEASE_LOST, KV_EXHAUSTED, NON_FINITE_LOGITS, ENGINE_FAILED, MEMORY. In a batch that is the first
+ * failed entry's (detail "entry"); the others have advanced, and out_token of a failed one is -1.
+ */
+XLLM_API xllm_status xllm_engine_decode_step_slot(xllm_engine *engine, xllm_slot_ref ref,
+                                                  const xllm_sampling_params *sampling,
+                                                  int32_t *out_token, float *out_logits,
+                                                  xllm_error *err);
 XLLM_API xllm_status xllm_engine_decode_step_batch(xllm_engine *engine, const xllm_slot_ref *refs,
-                                                   const xllm_sampling_params *sampling, size_t num_slots, int32_t *out_tokens,
+                                                   const xllm_sampling_params *sampling,
+                                                   size_t num_slots, int32_t *out_tokens,
                                                    float *out_logits, xllm_error *err);
 
 /* ------------------------------------------------------------------ operation */
@@ -588,8 +693,8 @@ typedef struct xllm_engine_stats {
   uint64_t num_prompt_tokens, num_cached_tokens, num_generated_tokens;
   uint64_t num_requests_finished, num_requests_cancelled, num_requests_failed;
   uint64_t num_preemptions;
-  double last_step_s;       /* duration of the last step */
-  double heartbeat_age_s;   /* since the loop last showed that it lives; grows while it is stuck */
+  double last_step_s;        /* duration of the last step */
+  double heartbeat_age_s;    /* since the loop last showed that it lives; grows while it is stuck */
   uint32_t cancel_steps_max; /* steps between a cancel and its blocks being free, largest so far */
   uint64_t workspace_bytes;
   int32_t is_draining, has_failed;

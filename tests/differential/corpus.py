@@ -17,8 +17,8 @@ FRAGMENTS = (
     "</tool_call> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|> <s> </s> <unk> [INST] <0x0A> \u2581 "
     "http://a.b/c?d=e&f=1 user@example.org C:\\dir\\file"
 ).split()
-SPACES: tuple[str, ...] = (" ", "  ", "   ", "\n", "\n\n", "\r\n", "\r", "\t", " \n", "\n ", " \n\n  ", "\t\t", "\u00a0")
-SPACES += ("\u3000", "\u2003", "\u0085", "\u2028", "\x0b", "\x0c", "\x1c", "\x00", " \r\n \t")
+SPACES: tuple[str, ...] = (" ", "  ", "   ", "\n", "\n\n", "\r\n", "\r", "\t", " \n", "\n ", " \n\n  ", "\t\t")
+SPACES += ("\u00a0", "\u3000", "\u2003", "\u0085", "\u2028", "\x0b", "\x0c", "\x1c", "\x00", " \r\n \t")
 
 
 def by_category() -> dict[str, list[str]]:

@@ -125,9 +125,9 @@ void serve(char **argv) {
     throw xllm::Error(xllm::Status::kInvalidArgument, "expected raw or dequantized, found " + form);
   }
   xllm::BackendOptions options;
-  options.num_threads = std::stoi(argv[3]);
+  options.num_threads = number(argv[3]);
   if (std::string("best") != argv[4]) options.instruction_set = argv[4];
-  const int chunk = std::max(1, std::stoi(argv[5]));
+  const int chunk = std::max(1, number(argv[5]));
   Forward forward(argv[1], form == "raw" ? xllm::WeightForm::kRaw : xllm::WeightForm::kDequantized,
                   options, chunk);
   uint32_t header[2];
