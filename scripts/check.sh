@@ -39,7 +39,7 @@ buf_breaking() {
 
 run "ruff format" ruff format --check -q .
 run "ruff" ruff check -q .
-run "mypy" mypy --exclude clients/python/tests cyengine service/xllm_service clients/python tests
+run "mypy" mypy --exclude clients/python/tests cyengine service/xllm_service clients/python tests bench
 run "mypy of the client's tests" mypy clients/python/tests
 run "import-linter" lint-imports --no-cache
 run "cython-lint" cython_lint
