@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -210,6 +212,41 @@ inline Ids spell(const std::string &text) {
     ids.push_back(c >= 'a' ? c - 'a' : c - 'A' + 31);
   }
   return ids;
+}
+
+// ---- slots ----
+
+inline SlotRef acquire(Engine *engine, DecodeMode mode = DecodeMode::kAuto, double lease_s = 60) {
+  const SlotSnapshot slot = engine->acquire(mode, -1, lease_s);
+  return {slot.index, slot.epoch};
+}
+
+inline SlotSnapshot look(const Engine &engine, SlotRef ref) {
+  SlotSnapshot out;
+  EXPECT_TRUE(engine.get_slot(ref.slot, &out));
+  return out;
+}
+
+inline Answer prefill(Engine *engine, SlotRef ref, const Ids &prompt) {
+  return wait_for(engine, engine->prefill(ref, request(prompt)));
+}
+
+inline uint64_t start_decode(Engine *engine, SlotRef ref, const RequestOptions &how) {
+  if (look(*engine, ref).decode_mode == DecodeMode::kPerSlot) return engine->decode_slot(ref, how);
+  return engine->decode_batch({&ref, 1}, {how}).front();
+}
+
+inline Answer decode(Engine *engine, SlotRef ref, const RequestOptions &how) {
+  return wait_for(engine, start_decode(engine, ref, how));
+}
+
+// Gives other threads their turn until it holds; fails the test when it never does.
+inline void wait_until(const std::function<bool()> &holds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!holds()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), end) << "it never came to hold";
+    std::this_thread::yield();
+  }
 }
 
 inline void expect_nothing_held(const Engine &engine) {

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -79,6 +80,8 @@ class RecallBackend : public Backend {
     uint64_t free_bytes = uint64_t{1} << 30;
     bool has_per_slot = true;
     bool has_int8 = true;
+    bool has_segments = false;
+    std::map<int, TokenPath> paths;  // of each position, as computed last; read while no step runs
     std::atomic<int> num_loaded{0};  // weight sets
     std::atomic<int> most_rows{0};   // of any step
     std::atomic<int> most_seqs{0};
@@ -89,6 +92,7 @@ class RecallBackend : public Backend {
     info_.name = "recall";
     info_.kernels = "none";
     info_.num_threads = 1;
+    info_.has_segment_path = control_->has_segments;
   }
 
   const DeviceInfo &info() const override { return info_; }
@@ -133,6 +137,7 @@ class RecallBackend : public Backend {
     if (layer != 0) return;
     kv_ = kv;
     for (size_t row = 0; row < batch.token_ids.size(); ++row) {
+      if (control_->has_segments) control_->paths[batch.positions[row]] = batch.paths[row];
       std::memcpy(place(batch.kv_indices[row]), &batch.token_ids[row], sizeof(int32_t));
     }
   }
