@@ -269,36 +269,50 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                    {"ffn_ms", with_rate(ffn, bytes.ffn)},
                    {"head_ms", with_rate(head, bytes.head)}});
     }
-    // What the shape of the rings does, and dependent launches.
+    // What the shape of the rings does, a warp per tile, norms of their own, and dependent
+    // launches.
     if (options.has_variants && (bs == 1 || bs == 8)) {
       const cuda::Device usual = backend.device();
-      for (const bool is_dependent : {true, false}) {
-        for (const auto &[ctas, stages] :
-             {std::pair<int, int>{2, 4}, {1, 8}, {2, 3}, {2, 2}, {3, 4}, {4, 4}, {2, 8}}) {
-          if (!is_dependent && (ctas != 2 || stages != 4)) continue;
-          backend.device() = usual;
-          backend.device().ctas_per_sm = ctas;
-          backend.device().ring_stages = stages;
-          backend.device().has_dependent_launch = is_dependent && usual.has_dependent_launch;
-          const double step = graph_ms(&backend, [&] {
-            for (int i = 0; i < shape.layers; ++i) {
-              backend.qkv(*engine.workspace, *engine.weights, i, engine.kv, b);
-              backend.attention(*engine.workspace, *engine.weights, i, engine.kv, b);
-              backend.o_proj(*engine.workspace, *engine.weights, i, b);
-              backend.ffn(*engine.workspace, *engine.weights, i, b);
-            }
-            backend.head(*engine.workspace, *engine.weights, b);
-          });
-          report->row({{"bench", "variant"},
-                       {"model", name},
-                       {"bs", std::to_string(bs)},
-                       {"ctas_per_sm", std::to_string(ctas)},
-                       {"stages", std::to_string(stages)},
-                       {"dependent_launch", is_dependent ? "yes" : "no"},
-                       {"layers_and_head_ms", number(step)}});
-        }
+      struct Variant {
+        int ctas, stages, tiles_per_sm;
+        bool is_dependent, defers;
+      };
+      for (const Variant &v : {Variant{3, 4, 8, true, true},
+                               {3, 4, 8, true, false},
+                               {3, 4, 16, true, true},
+                               {3, 8, 8, true, true},
+                               {3, 3, 8, true, true},
+                               {2, 4, 8, true, true},
+                               {2, 8, 8, true, true},
+                               {4, 4, 8, true, true},
+                               {3, 4, 8, false, true}}) {
+        backend.device() = usual;
+        backend.device().ctas_per_sm = v.ctas;
+        backend.device().ring_stages = v.stages;
+        backend.device().one_token_tiles_per_sm = v.tiles_per_sm;
+        backend.device().has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
+        backend.set_deferred_norms(v.defers);
+        const double step = graph_ms(&backend, [&] {
+          for (int i = 0; i < shape.layers; ++i) {
+            backend.qkv(*engine.workspace, *engine.weights, i, engine.kv, b);
+            backend.attention(*engine.workspace, *engine.weights, i, engine.kv, b);
+            backend.o_proj(*engine.workspace, *engine.weights, i, b);
+            backend.ffn(*engine.workspace, *engine.weights, i, b);
+          }
+          backend.head(*engine.workspace, *engine.weights, b);
+        });
+        report->row({{"bench", "variant"},
+                     {"model", name},
+                     {"bs", std::to_string(bs)},
+                     {"ctas_per_sm", std::to_string(v.ctas)},
+                     {"stages", std::to_string(v.stages)},
+                     {"warp_per_tile_from", std::to_string(v.tiles_per_sm)},
+                     {"deferred_norms", v.defers ? "yes" : "no"},
+                     {"dependent_launch", v.is_dependent ? "yes" : "no"},
+                     {"layers_and_head_ms", number(step)}});
       }
       backend.device() = usual;
+      backend.set_deferred_norms(true);
     }
     for (TestSequence &s : seqs) engine.release(&s);
   }

@@ -294,7 +294,7 @@ void check_matmul(Report *report) {
     const auto run_swiglu = [&](const cuda::Device &on, int tokens) {
       DeviceArray<int8_t> codes(static_cast<size_t>(192) * blocks * 32);
       DeviceArray<float2> scales(static_cast<size_t>(192) * blocks);
-      cuda::matmul_swiglu({&on, test_stream()}, dg->matrix, du->matrix, acts->view, tokens,
+      cuda::matmul_swiglu({&on, test_stream()}, dg->matrix, du->matrix, acts->view, nullptr, tokens,
                           {codes.data(), scales.data(), blocks});
       return std::make_pair(codes.read(), scales.read());
     };

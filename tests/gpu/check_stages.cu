@@ -374,15 +374,15 @@ void check_stages(Report *report, bool is_quick) {
   }
   // A long context: splits of more than the smallest size.
   ModelConfig config;
-  config.name = "5000 keys";
+  config.name = "17000 keys";
   config.num_layers = 1;
   config.heads = 8, config.kv_heads = 2, config.head_dim = 128, config.block_size = 64;
   cuda::CudaBackend backend{BackendOptions()};
   const auto model = make_model(config, 1);
-  TestEngine engine(&backend, *model, config.block_size, 200, 4, 6);
-  TestSequence a = random_sequence(5100, config.vocab, 1),
+  TestEngine engine(&backend, *model, config.block_size, 340, 4, 6);
+  TestSequence a = random_sequence(17100, config.vocab, 1),
                b = random_sequence(4200, config.vocab, 2);
-  while (a.num_computed < 5000) engine.step({&a}, {500});
+  while (a.num_computed < 17000) engine.step({&a}, {500});
   while (b.num_computed < 4095) engine.step({&b}, {819});
   StageCheck check(&engine, report, config.name);
   check.run(engine.batch({&a, &b}, {3, 4}), false);

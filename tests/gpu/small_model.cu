@@ -37,7 +37,7 @@ std::unique_ptr<HostModel> make_model(const ModelConfig &c, uint64_t seed) {
   dims.rms_eps = 1e-5f;
   dims.attention_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(c.head_dim)));
   dims.sliding_window = c.window;
-  make_rope(&dims, 10000, 8192);
+  make_rope(&dims, 10000, 32768);
   dims.rope.is_neighbor = c.is_neighbor;
   const auto matrix = [&](DType type, int64_t rows, int64_t cols, double gain,
                           const std::string &name) {

@@ -34,18 +34,31 @@ __device__ __forceinline__ int act_position(int k) {
   return (k & 15) / 4 * 8 + k / 16 * 4 + (k & 3);
 }
 
-// Quantises one block: lane k of the warp brings x[k] of 32.
-__device__ __forceinline__ void quantize_block(float x, const ActView &act, int token, int block) {
+// The scale of a block whose row is yet to be multiplied with `inverse`; raw: d and sum(q) before
+// it.
+__device__ __forceinline__ float2 scaled_by(const float2 &raw, float inverse) {
+  const float d = __uint_as_float(__float_as_uint(__fmul_rn(raw.x, inverse)) & ~3u);
+  return make_float2(d, __fmul_rn(d, raw.y));
+}
+
+// Quantises one block as quantize_block does and returns d and sum(q) instead of writing them.
+__device__ __forceinline__ float2 quantize_codes(float x, const ActView &act, int token,
+                                                 int block) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
   // The bits of |x| order as |x| does, with infinity and NaN on top.
   const float largest = __uint_as_float(warp_max(__float_as_uint(x) & 0x7fffffffu));
   const float d = __uint_as_float(__float_as_uint(__fdiv_rn(largest, 127.0f)) & ~3u);
   const float inverse = d > 0.0f ? __fdiv_rn(1.0f, d) : 0.0f;
   const int q = max(-127, min(127, __float2int_rn(__fmul_rn(x, inverse))));
-  const int sum = warp_sum(q);
-  const int64_t entry = act.entry(token, block);
-  act.codes[entry * kActBlock + act_position(lane)] = static_cast<int8_t>(q);
-  if (lane == 0) act.scales[entry] = make_float2(d, __fmul_rn(d, static_cast<float>(sum)));
+  act.codes[act.entry(token, block) * kActBlock + act_position(lane)] = static_cast<int8_t>(q);
+  return make_float2(d, static_cast<float>(warp_sum(q)));
+}
+
+// Quantises one block: lane k of the warp brings x[k] of 32.
+__device__ __forceinline__ void quantize_block(float x, const ActView &act, int token, int block) {
+  const float2 raw = quantize_codes(x, act, token, block);
+  if ((threadIdx.x & 31) == 0)
+    act.scales[act.entry(token, block)] = make_float2(raw.x, __fmul_rn(raw.x, raw.y));
 }
 
 }  // namespace cuda

@@ -3,11 +3,39 @@
 #include <algorithm>
 
 #include "backend/cuda/attention.cuh"
+#include "backend/cuda/attention_any.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/kv_pages.h"
 #include "backend/cuda/quantize_rows.cuh"
 
 namespace xllm::cuda {
+namespace {
+
+using AttentionKernel = void (*)(AttentionArgs);
+
+template <int kHeadDim>
+AttentionKernel tiled_kernel_of(bool is_high, bool finishes) {
+  if (finishes)
+    return is_high ? attention_kernel<kHeadDim, true, true>
+                   : attention_kernel<kHeadDim, false, true>;
+  return is_high ? attention_kernel<kHeadDim, true, false>
+                 : attention_kernel<kHeadDim, false, false>;
+}
+
+AttentionKernel tiled_kernel(int head_dim, bool is_high, bool finishes) {
+  return head_dim == 64 ? tiled_kernel_of<64>(is_high, finishes)
+                        : tiled_kernel_of<128>(is_high, finishes);
+}
+
+bool is_tiled_attention(const ModelDims &dims, const KvView &kv) {
+  return (dims.head_dim == 64 || dims.head_dim == 128) && kv.layout.block_size % kKeyTile == 0;
+}
+
+}  // namespace
+
+bool CudaBackend::finishes_rows(const CudaWorkspace &ws, const KvView &kv) const {
+  return ws.is_decode && uses_graphs_ && is_tiled_attention(ws.weights->dims, kv);
+}
 
 void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer,
                             const KvView &kv, const ForwardBatch & /*batch*/) {
@@ -31,16 +59,16 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   args.counters = ws.split_counters.data<int>();
   args.act = ws.act_attention.view;
 
-  const bool is_tiled =
-      (dims.head_dim == 64 || dims.head_dim == 128) && kv.layout.block_size % kKeyTile == 0;
+  const bool is_tiled = is_tiled_attention(dims, kv);
   const int head_groups = (args.group_size + 15) / 16;
   const int grid_y = is_tiled ? dims.num_kv_heads * head_groups : dims.num_heads;
   if (!is_tiled) args.out = ws.attention_out.data<float>();
   const bool is_high = args.group_size > 8;
-  const auto kernel = !is_tiled ? attention_any_kernel
-                      : dims.head_dim == 64
-                          ? (is_high ? attention_kernel<64, true> : attention_kernel<64, false>)
-                          : (is_high ? attention_kernel<128, true> : attention_kernel<128, false>);
+  const bool finishes = finishes_rows(ws, kv);
+  if (finishes) args.rows = qkv_args(ws, weights, layer, kv);
+  const AttentionKernel kernel =
+      is_tiled ? tiled_kernel(dims.head_dim, is_high, finishes) : attention_any_kernel;
+  const int threads = is_tiled ? attention_warps(is_high) * kWarp : kAnyThreads;
   // Rows take turns where the partial results of all of them would not fit.
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
   const int rows_at_once =
@@ -51,7 +79,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
     launch_kernel(launch(), "attention", kernel,
                   dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y),
                        static_cast<unsigned>(count)),
-                  kAttentionThreads, 0, args);
+                  static_cast<unsigned>(threads), 0, args);
   }
   if (!is_tiled) {
     launch_kernel(launch(), "quantize_rows", quantize_rows_kernel,

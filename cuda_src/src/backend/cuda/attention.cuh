@@ -3,154 +3,209 @@
 //
 // The keys of a row are cut at multiples of split_length(context), a function of the row's own
 // context alone; at most 64 splits. A CTA takes one (split, kv head, row) and all query heads of
-// that kv head (up to 16 rows of an mma). Its four warps take the tiles of 16 keys in turn; they
-// are merged in the order of the warps, the splits in ascending order by whichever CTA arrives
-// last. Reads each key and value once per kv head: bound by memory at long contexts, by latency at
-// short ones.
+// that kv head (up to 16 rows of an mma). Its warps take the tiles of 16 keys in turn; they are
+// merged in the order of the warps, the splits in ascending order by whichever CTA arrives last.
+// Reads each key and value once per kv head: bound by memory at long contexts, by latency at short
+// ones. So the first tile of every warp is asked for before anything is waited for, and where each
+// row is the last of its own sequence the CTA finishes q, k and v itself (head_rows.cuh): what is
+// in the cache is then older than the step.
 #pragma once
 
-#include "backend/cuda/act_quant.cuh"
-#include "backend/cuda/attention_splits.cuh"
-#include "backend/cuda/kv_pages.cuh"
+#include "backend/cuda/attention_args.cuh"
 
 namespace xllm {
 namespace cuda {
 
-constexpr int kAttentionWarps = 4;
-constexpr int kAttentionThreads = kAttentionWarps * kWarp;
-constexpr int kKeyTile = 16;
+XLLM_HOST_DEVICE constexpr int attention_warps(bool is_high) { return is_high ? 4 : 8; }
 
-struct AttentionArgs {
-  const __half *q;  // [num_tokens, num_heads, head_dim]
-  KvPages kv;
-  const int32_t *positions;   // [num_tokens]; < 0: nothing to do
-  const int32_t *row_tables;  // [num_tokens] where the row's block table begins in `tables`
-  const int32_t *tables;      // block ids
-  int first_row;              // rows first_row + blockIdx.z
-  int num_heads, group_size, head_dim;
-  float scale;
-  int window;             // 0: all
-  float *partial_out;     // [rows of the launch, num_heads, gridDim.x, head_dim] sum of e^(s - m) v
-  float2 *partial_stats;  // [rows of the launch, num_heads, gridDim.x] m, sum of e^(s - m)
-  int *counters;          // [rows of the launch, gridDim.y], zero before and after
-  ActView act;            // out, quantised where out is null
-  float *out;             // [num_tokens, num_heads * head_dim] f32
+// Keys and values of 16 positions in the registers of a warp. Lane 4g + t: keys g and g + 8, 8
+// channels of 32c + 8t.. each; values of keys 2t, 2t + 1, 2t + 8, 2t + 9, channels 64h + 8g... The
+// order of channels within a product is free, so both are read 16 bytes at a time.
+template <int kHeadDim>
+struct KeyTile {
+  uint4 k[2][kHeadDim / 32];
+  uint4 v[kHeadDim / 64][4];
 };
 
-// The part of a row's keys that a CTA works on.
-struct SplitRange {
-  int begin, end;  // keys, begin a multiple of 16; keys below `start` are masked
-  int start, context;
-  int first_split, count;  // splits that have keys
+// Where a tile lies. Keys past `last` are not written: the last one is read instead.
+template <int kHeadDim>
+struct TilePlace {
+  const __half *k, *v;
+  int last;
 };
 
-__device__ __forceinline__ SplitRange split_range(const AttentionArgs &args, int position,
-                                                  int split) {
-  SplitRange r;
-  r.context = position + 1;
-  const int length = split_length(r.context);
-  r.start = args.window > 0 ? max(0, r.context - args.window) : 0;
-  r.first_split = r.start / length;
-  r.count = (r.context + length - 1) / length - r.first_split;
-  r.begin = max(split * length, r.start / kKeyTile * kKeyTile);
-  r.end = min(split * length + length, r.context);
-  return r;
+template <int kHeadDim>
+__device__ __forceinline__ TilePlace<kHeadDim> place_tile(const KvPages &kv, const int32_t *table,
+                                                          int key0, int end, int kv_head) {
+  const int64_t block = table[key0 / kv.block_size];
+  const int64_t offset = static_cast<int64_t>(key0 % kv.block_size) * kHeadDim;
+  return {reinterpret_cast<const __half *>(kv.page(block, kv_head)) + offset,
+          reinterpret_cast<const __half *>(kv.page(block, kv.num_kv_heads + kv_head)) + offset,
+          end - 1 - key0};
 }
 
-// Writes the finished output of (row, head, block of 32 channels): lane is the channel.
-__device__ __forceinline__ void finish_attention(const AttentionArgs &args, int row, int head,
-                                                 int block, float y) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  if (args.out == nullptr) {
-    quantize_block(y, args.act, row, head * (args.head_dim / kActBlock) + block);
-  } else if (block * kActBlock + lane < args.head_dim) {
-    args.out[(static_cast<int64_t>(row) * args.num_heads + head) * args.head_dim +
-             block * kActBlock + lane] = y;
+template <int kHeadDim>
+__device__ __forceinline__ void load_keys(const TilePlace<kHeadDim> &at, int g, int t,
+                                          KeyTile<kHeadDim> *tile) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 32; ++c) {
+      tile->k[n][c] = *reinterpret_cast<const uint4 *>(at.k + min(8 * n + g, at.last) * kHeadDim +
+                                                       32 * c + 8 * t);
+    }
   }
 }
 
-// Adds up the splits of (row of the launch, head) in ascending order; lane is the channel within
-// `block`.
-__device__ __forceinline__ float merge_splits(const AttentionArgs &args, int local_row, int head,
-                                              int block, const SplitRange &range) {
-  const int channel = block * kActBlock + (static_cast<int>(threadIdx.x) & 31);
-  const int64_t entry =
-      (static_cast<int64_t>(local_row) * args.num_heads + head) * gridDim.x + range.first_split;
-  float m = negative_infinity();
-  for (int s = 0; s < range.count; ++s) m = fmaxf(m, __ldcg(&args.partial_stats[entry + s]).x);
-  float sum = 0, acc = 0;
-  for (int s = 0; s < range.count; ++s) {
-    const float2 stats = __ldcg(&args.partial_stats[entry + s]);
-    const float weight = exp_f32(__fsub_rn(stats.x, m));
-    const float v = channel < args.head_dim
-                        ? __ldcg(&args.partial_out[(entry + s) * args.head_dim + channel])
-                        : 0.0f;
-    sum = __fmaf_rn(weight, stats.y, sum);
-    acc = __fmaf_rn(weight, v, acc);
+template <int kHeadDim>
+__device__ __forceinline__ void load_values(const TilePlace<kHeadDim> &at, int g, int t,
+                                            KeyTile<kHeadDim> *tile) {
+#pragma unroll
+  for (int h = 0; h < kHeadDim / 64; ++h) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = min(2 * t + (i & 1) + 8 * (i >> 1), at.last);
+      tile->v[h][i] = *reinterpret_cast<const uint4 *>(at.v + key * kHeadDim + 64 * h + 8 * g);
+    }
   }
-  return __fdiv_rn(acc, sum);
 }
 
-// True in every thread of the CTA that is the last of its (row, kv head) to get here; what the
-// others wrote before is visible to it.
-__device__ __forceinline__ bool is_last_arriver(int *counter, int expected) {
-  __shared__ int is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(counter, 1) == expected - 1 ? 1 : 0;
-    if (is_last != 0) *counter = 0;
-    __threadfence();
+// Puts the step's own key and value where the row at `position` should have been read.
+template <int kHeadDim>
+__device__ __forceinline__ void patch_tile(int key0, int position, const __half *new_k,
+                                           const __half *new_v, int g, int t,
+                                           KeyTile<kHeadDim> *tile) {
+  if (key0 + kKeyTile <= position) return;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if (key0 + 8 * n + g < position) continue;
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 32; ++c)
+      tile->k[n][c] = *reinterpret_cast<const uint4 *>(new_k + 32 * c + 8 * t);
   }
-  __syncthreads();
-  return is_last != 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (key0 + 2 * t + (i & 1) + 8 * (i >> 1) < position) continue;
+#pragma unroll
+    for (int h = 0; h < kHeadDim / 64; ++h)
+      tile->v[h][i] = *reinterpret_cast<const uint4 *>(new_v + 64 * h + 8 * g);
+  }
 }
 
 // Grid: x splits, y kv heads x groups of 16 query heads, z rows. kHigh: more than 8 query heads per
-// kv head.
-template <int kHeadDim, bool kHigh>
-__global__ void __launch_bounds__(kAttentionThreads)
+// kv head. kFinishes: q, k and v come from the product as it left them (args.rows), one row per
+// sequence.
+template <int kHeadDim, bool kHigh, bool kFinishes>
+__global__ void __launch_bounds__(attention_warps(kHigh) * kWarp)
     attention_kernel(const __grid_constant__ AttentionArgs args) {
   constexpr int kChunks = kHeadDim / 32;
   constexpr int kHalves = kHeadDim / 64;
   constexpr int kRows = kHigh ? 16 : 8;
-  __shared__ float merged[kAttentionWarps][kRows][kHeadDim + 4];
-  __shared__ float2 stats[kAttentionWarps][kRows];
+  constexpr int kWarps = attention_warps(kHigh);
+  constexpr int kStride = kHeadDim + 8;  // of rows in shared memory: no bank conflicts
+  __shared__ float merged[kWarps][kRows][kHeadDim + 4];
+  __shared__ float2 stats[kWarps][kRows];
+  __shared__ __align__(16) __half queries[kFinishes ? kRows : 1][kStride];
+  __shared__ __align__(16) __half fresh[kFinishes ? 2 : 1][kStride];  // this row's key and value
   let_next_kernel_start();
-  wait_for_previous_kernel();
 
+  // The batch was there before the step's first kernel.
   const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
   const int g = lane >> 2, t = lane & 3;
   const int local_row = static_cast<int>(blockIdx.z), row = args.first_row + local_row;
   const int position = args.positions[row];
-  if (position < 0) return;
   const int split = static_cast<int>(blockIdx.x);
-  const SplitRange range = split_range(args, position, split);
-  if (split < range.first_split || split >= range.first_split + range.count) return;
-
+  const SplitRange range = split_range(args, max(position, 0), split);
+  if (position < 0 || split < range.first_split || split >= range.first_split + range.count) {
+    wait_for_previous_kernel();
+    return;
+  }
   const int head_groups = (args.group_size + 15) / 16;
   const int kv_head = static_cast<int>(blockIdx.y) / head_groups;
   const int first_in_group = static_cast<int>(blockIdx.y) % head_groups * 16;
   const int heads_here = min(16, args.group_size - first_in_group);
   const int first_head = kv_head * args.group_size + first_in_group;
+  const int32_t *table = args.tables + args.row_tables[row];
 
-  // Queries: 8 channels of 32c + 8t.. per chunk c, rows g and g + 8. The order of channels within a
-  // product is free, so that K can be read 16 bytes at a time with the same order.
+  int key0 = (range.begin / kKeyTile + warp) * kKeyTile;
+  KeyTile<kHeadDim> tile;
+  // Queries: 8 channels of 32c + 8t.. per chunk c, rows g and g + 8.
   uint4 q_low[kChunks], q_high[kHigh ? kChunks : 1];
-  const __half *q =
-      args.q + (static_cast<int64_t>(row) * args.num_heads + first_head) * kHeadDim + 8 * t;
+  if (kFinishes) {
+    if (key0 < range.end) {
+      const auto at = place_tile<kHeadDim>(args.kv, table, key0, range.end, kv_head);
+      load_keys(at, g, t, &tile);
+      load_values(at, g, t, &tile);
+    }
+    // Heads 0.. are queries, then comes the key, then the value.
+    const QkvArgs &rows = args.rows;
+    const bool has_fresh = range.end == range.context;
+    const int num_all = rows.num_heads + 2 * args.kv.num_kv_heads;
+    const int num_heads = heads_here + (has_fresh ? 2 : 0);
+    const auto kind_of = [&](int head) {
+      return head < heads_here    ? HeadKind::kQuery
+             : head == heads_here ? HeadKind::kKey
+                                  : HeadKind::kValue;
+    };
+    HeadFactors<kHeadDim> factors = {};
+    if (warp < num_heads) factors = head_factors<kHeadDim>(rows, kHeadDim, kind_of(warp), position);
+    wait_for_previous_kernel();
+    float *x = merged[warp][0];
+    for (int head = warp; head < num_heads; head += kWarps) {
+      const HeadKind kind = kind_of(head);
+      if (head != warp) factors = head_factors<kHeadDim>(rows, kHeadDim, kind, position);
+      const int index = kind == HeadKind::kQuery ? first_head + head
+                        : kind == HeadKind::kKey ? rows.num_heads + kv_head
+                                                 : rows.num_heads + args.kv.num_kv_heads + kv_head;
+      finish_head<kHeadDim>(rows, kHeadDim, kind, factors,
+                            rows.qkv + (static_cast<int64_t>(row) * num_all + index) * kHeadDim, x);
+      __half *to = kind == HeadKind::kQuery ? queries[head] : fresh[head - heads_here];
+      __half *cached = nullptr;
+      if (kind != HeadKind::kQuery && first_in_group == 0)
+        cached = cache_row(rows, row, index - rows.num_heads, kHeadDim);
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    q_low[c] = g < heads_here ? *reinterpret_cast<const uint4 *>(q + g * kHeadDim + 32 * c)
-                              : make_uint4(0, 0, 0, 0);
-    if (kHigh) {
-      q_high[c] = g + 8 < heads_here
-                      ? *reinterpret_cast<const uint4 *>(q + (g + 8) * kHeadDim + 32 * c)
-                      : make_uint4(0, 0, 0, 0);
+      for (int k = 0; k < kChunks; ++k) {
+        const __half value = __float2half_rn(x[lane + 32 * k]);
+        to[lane + 32 * k] = value;
+        if (cached != nullptr) cached[lane + 32 * k] = value;
+      }
+      __syncwarp();
+    }
+    __syncthreads();
+    if (has_fresh && key0 < range.end)
+      patch_tile<kHeadDim>(key0, position, fresh[0], fresh[kFinishes ? 1 : 0], g, t, &tile);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      q_low[c] = g < heads_here ? *reinterpret_cast<const uint4 *>(queries[g] + 32 * c + 8 * t)
+                                : make_uint4(0, 0, 0, 0);
+      if (kHigh) {
+        q_high[c] =
+            g + 8 < heads_here
+                ? *reinterpret_cast<const uint4 *>(queries[kHigh ? g + 8 : 0] + 32 * c + 8 * t)
+                : make_uint4(0, 0, 0, 0);
+      }
+    }
+  } else {
+    wait_for_previous_kernel();
+    const __half *q =
+        args.q + (static_cast<int64_t>(row) * args.num_heads + first_head) * kHeadDim + 8 * t;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      q_low[c] = g < heads_here ? *reinterpret_cast<const uint4 *>(q + g * kHeadDim + 32 * c)
+                                : make_uint4(0, 0, 0, 0);
+      if (kHigh) {
+        q_high[c] = g + 8 < heads_here
+                        ? *reinterpret_cast<const uint4 *>(q + (g + 8) * kHeadDim + 32 * c)
+                        : make_uint4(0, 0, 0, 0);
+      }
+    }
+    if (key0 < range.end) {
+      const auto at = place_tile<kHeadDim>(args.kv, table, key0, range.end, kv_head);
+      load_keys(at, g, t, &tile);
+      load_values(at, g, t, &tile);
     }
   }
 
-  const int32_t *table = args.tables + args.row_tables[row];
   float out[kHalves * 8][4];
 #pragma unroll
   for (int n = 0; n < kHalves * 8; ++n) {
@@ -159,38 +214,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
   }
   float m[2] = {negative_infinity(), negative_infinity()}, sum[2] = {0, 0};
 
-  for (int tile = range.begin / kKeyTile + warp; tile * kKeyTile < range.end;
-       tile += kAttentionWarps) {
-    const int key0 = tile * kKeyTile;
-    const int64_t block = table[key0 / args.kv.block_size];
-    const int in_block = key0 % args.kv.block_size;
-    const int last =
-        range.end - 1 - key0;  // keys past it are not written: read the last one instead
-    const __half *k_page = reinterpret_cast<const __half *>(args.kv.page(block, kv_head)) +
-                           static_cast<int64_t>(in_block) * kHeadDim;
-    const __half *v_page =
-        reinterpret_cast<const __half *>(args.kv.page(block, args.kv.num_kv_heads + kv_head)) +
-        static_cast<int64_t>(in_block) * kHeadDim;
-    uint4 k[2][kChunks];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        k[n][c] = *reinterpret_cast<const uint4 *>(k_page + min(8 * n + g, last) * kHeadDim +
-                                                   32 * c + 8 * t);
-      }
-    }
-    // Values of keys 2t, 2t + 1, 2t + 8, 2t + 9, channels 64h + 8g.. .
-    uint4 v[kHalves][4];
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = min(2 * t + (i & 1) + 8 * (i >> 1), last);
-        v[h][i] = *reinterpret_cast<const uint4 *>(v_page + key * kHeadDim + 64 * h + 8 * g);
-      }
-    }
-
+  while (key0 < range.end) {
     float s[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -202,9 +226,17 @@ __global__ void __launch_bounds__(kAttentionThreads)
                                 kHigh ? q_high[c].y : 0u};
         const uint32_t a1[4] = {q_low[c].z, kHigh ? q_high[c].z : 0u, q_low[c].w,
                                 kHigh ? q_high[c].w : 0u};
-        mma_f16_k16(s[n], a0, k[n][c].x, k[n][c].y);
-        mma_f16_k16(s[n], a1, k[n][c].z, k[n][c].w);
+        mma_f16_k16(s[n], a0, tile.k[n][c].x, tile.k[n][c].y);
+        mma_f16_k16(s[n], a1, tile.k[n][c].z, tile.k[n][c].w);
       }
+    }
+    // The next tile's keys are on their way during the softmax, its values from the end of this
+    // one.
+    const int next_key0 = key0 + kWarps * kKeyTile;
+    TilePlace<kHeadDim> next = {};
+    if (next_key0 < range.end) {
+      next = place_tile<kHeadDim>(args.kv, table, next_key0, range.end, kv_head);
+      load_keys(next, g, t, &tile);
     }
     // Softmax, row g in s[.][0..1] and g + 8 in s[.][2..3].
     uint32_t p[2][2];  // [keys 0-7, 8-15][row]
@@ -245,10 +277,11 @@ __global__ void __launch_bounds__(kAttentionThreads)
     const uint32_t a[4] = {p[0][0], kHigh ? p[0][1] : 0u, p[1][0], kHigh ? p[1][1] : 0u};
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
-      const uint32_t low0[4] = {v[h][0].x, v[h][0].y, v[h][0].z, v[h][0].w};
-      const uint32_t low1[4] = {v[h][1].x, v[h][1].y, v[h][1].z, v[h][1].w};
-      const uint32_t high0[4] = {v[h][2].x, v[h][2].y, v[h][2].z, v[h][2].w};
-      const uint32_t high1[4] = {v[h][3].x, v[h][3].y, v[h][3].z, v[h][3].w};
+      const uint4 *v = tile.v[h];
+      const uint32_t low0[4] = {v[0].x, v[0].y, v[0].z, v[0].w};
+      const uint32_t low1[4] = {v[1].x, v[1].y, v[1].z, v[1].w};
+      const uint32_t high0[4] = {v[2].x, v[2].y, v[2].z, v[2].w};
+      const uint32_t high1[4] = {v[3].x, v[3].y, v[3].z, v[3].w};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32_t pick = (j & 1) == 0 ? 0x5410u : 0x7632u;
@@ -256,6 +289,11 @@ __global__ void __launch_bounds__(kAttentionThreads)
                     __byte_perm(high0[j >> 1], high1[j >> 1], pick));
       }
     }
+    key0 = next_key0;
+    if (key0 >= range.end) break;
+    load_values(next, g, t, &tile);
+    if (kFinishes && range.end == range.context)
+      patch_tile<kHeadDim>(key0, position, fresh[0], fresh[kFinishes ? 1 : 0], g, t, &tile);
   }
 
   // Merge the warps. Column 2t + i of product j of half h is channel 64h + 8 (2t + i) + j.
@@ -272,14 +310,14 @@ __global__ void __launch_bounds__(kAttentionThreads)
   }
   __syncthreads();
   const bool is_single = range.count == 1;
-  for (int task = warp; task < heads_here * kChunks; task += kAttentionWarps) {
+  for (int task = warp; task < heads_here * kChunks; task += kWarps) {
     const int head = task / kChunks, block = task % kChunks;
     float top = negative_infinity();
 #pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) top = fmaxf(top, stats[w][head].x);
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, stats[w][head].x);
     float total = 0, y = 0;
 #pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       const float2 ms = stats[w][head];
       const float weight = exp_f32(__fsub_rn(ms.x, top));
       total = __fmaf_rn(weight, ms.y, total);
@@ -299,101 +337,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   if (!is_last_arriver(args.counters + static_cast<int64_t>(local_row) * gridDim.y + blockIdx.y,
                        range.count))
     return;
-  for (int task = warp; task < heads_here * kChunks; task += kAttentionWarps) {
+  for (int task = warp; task < heads_here * kChunks; task += kWarps) {
     const int head = first_head + task / kChunks, block = task % kChunks;
-    finish_attention(args, row, head, block, merge_splits(args, local_row, head, block, range));
-  }
-}
-
-// Any head_dim up to 256, without tensor cores: slow, for small and unusual models. Grid: x splits,
-// y heads, z rows.
-__global__ void __launch_bounds__(kAttentionThreads)
-    attention_any_kernel(const __grid_constant__ AttentionArgs args) {
-  __shared__ float query[kMaxHeadDim];
-  __shared__ float weights[kAttentionThreads];
-  __shared__ float reduced[kAttentionWarps];
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
-  const int local_row = static_cast<int>(blockIdx.z), row = args.first_row + local_row;
-  const int position = args.positions[row];
-  if (position < 0) return;
-  const int split = static_cast<int>(blockIdx.x);
-  const SplitRange range = split_range(args, position, split);
-  if (split < range.first_split || split >= range.first_split + range.count) return;
-  const int head = static_cast<int>(blockIdx.y), kv_head = head / args.group_size;
-  const int dim = args.head_dim;
-  const int32_t *table = args.tables + args.row_tables[row];
-  for (int i = thread; i < dim; i += kAttentionThreads) {
-    query[i] = __half2float(args.q[(static_cast<int64_t>(row) * args.num_heads + head) * dim + i]);
-  }
-  __syncthreads();
-  float m = negative_infinity(), sum = 0, out[2] = {0, 0};
-  for (int key0 = range.begin; key0 < range.end; key0 += kAttentionThreads) {
-    const int key = key0 + thread;
-    float x = negative_infinity();
-    if (key >= range.start && key < range.end) {
-      const __half *k =
-          reinterpret_cast<const __half *>(args.kv.page(table[key / args.kv.block_size], kv_head)) +
-          static_cast<int64_t>(key % args.kv.block_size) * dim;
-      float dot = 0;
-      for (int i = 0; i < dim; ++i) dot = __fmaf_rn(query[i], __half2float(k[i]), dot);
-      x = __fmul_rn(dot, args.scale);
-    }
-    float largest = x;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1)
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-    if (lane == 0) reduced[warp] = largest;
-    __syncthreads();
-    float new_m = m;
-#pragma unroll
-    for (int w = 0; w < kAttentionWarps; ++w) new_m = fmaxf(new_m, reduced[w]);
-    __syncthreads();
-    const float base = new_m == negative_infinity() ? 0.0f : new_m;
-    const float shrink = exp_f32(__fsub_rn(m, base));
-    m = new_m;
-    const float e = exp_f32(__fsub_rn(x, base));
-    weights[thread] = e;
-    sum = __fmaf_rn(sum, shrink, block_sum<kAttentionThreads>(e, reduced));
-    const int count = min(kAttentionThreads, range.end - key0);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int channel = thread + i * kAttentionThreads;
-      if (channel >= dim) break;
-      float acc = __fmul_rn(out[i], shrink);
-      for (int n = 0; n < count; ++n) {
-        if (key0 + n < range.start) continue;
-        const __half *v =
-            reinterpret_cast<const __half *>(args.kv.page(table[(key0 + n) / args.kv.block_size],
-                                                          args.kv.num_kv_heads + kv_head)) +
-            static_cast<int64_t>((key0 + n) % args.kv.block_size) * dim;
-        acc = __fmaf_rn(weights[n], __half2float(v[channel]), acc);
-      }
-      out[i] = acc;
-    }
-    __syncthreads();
-  }
-  const int64_t entry =
-      (static_cast<int64_t>(local_row) * args.num_heads + head) * gridDim.x + split;
-  const bool is_single = range.count == 1;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int channel = thread + i * kAttentionThreads;
-    if (channel >= dim) break;
-    if (is_single) {
-      args.out[(static_cast<int64_t>(row) * args.num_heads + head) * dim + channel] =
-          __fdiv_rn(out[i], sum);
-    } else {
-      args.partial_out[entry * dim + channel] = out[i];
-    }
-  }
-  if (is_single) return;
-  if (thread == 0) args.partial_stats[entry] = make_float2(m, sum);
-  if (!is_last_arriver(args.counters + static_cast<int64_t>(local_row) * gridDim.y + blockIdx.y,
-                       range.count))
-    return;
-  for (int block = warp; block * kActBlock < dim; block += kAttentionWarps) {
     finish_attention(args, row, head, block, merge_splits(args, local_row, head, block, range));
   }
 }

@@ -6,10 +6,10 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kMinSplit = 64;
+constexpr int kMinSplit = 256;  // what one CTA goes through in about two latencies of memory
 constexpr int kMaxSplits = 64;
 
-// 64 up to 4096 keys, then doubling.
+// 256 up to 16384 keys, then doubling.
 XLLM_HOST_DEVICE int split_length(int context) {
   int length = kMinSplit;
   while (static_cast<int64_t>(length) * kMaxSplits < context) length *= 2;

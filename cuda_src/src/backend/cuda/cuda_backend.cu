@@ -170,6 +170,9 @@ void CudaBackend::begin_step(CudaWorkspace &ws, const ForwardBatch &batch, int p
   ws.num_rows = padded_rows;
   ws.num_logits = num_logits;
   ws.is_identity = is_padded || batch.num_logits() == batch.num_tokens();
+  ws.hidden_norm.squares = nullptr;
+  ws.is_decode = batch.num_tokens() == batch.num_seqs() &&
+                 batch.num_tokens() == batch.num_logits() && batch.num_tokens() <= kMaxGraphRows;
   int splits = 1;
   for (const int32_t position : batch.positions)
     splits = std::max(splits, num_splits(position + 1));
@@ -243,8 +246,8 @@ void CudaBackend::capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph,
   }
 }
 
-void CudaBackend::add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
-                              const ActBuffer &act) {
+void CudaBackend::add_and_normalize(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
+                                    const ActBuffer &act, const float *norm_weight) {
   Product product = {};
   product.matrix = &matrix;
   product.act = &act.view;
@@ -254,7 +257,17 @@ void CudaBackend::add_product(CudaWorkspace &ws, const FusedMatrix &matrix, cons
   product.bias = bias;
   product.is_added = true;
   product.partials = ws.partials.data<float>();
-  matmul(launch(), product);
+  const bool is_deferred = ws.is_decode && uses_graphs_ && defers_norms_ &&
+                           !ws.weights->has_plain_matrix &&
+                           can_defer_norm(device_, matrix, ws.num_rows);
+  ws.hidden_norm.squares = is_deferred ? ws.squares.data<float>() : nullptr;
+  if (is_deferred) {
+    matmul_norm(launch(), product, norm_weight, ws.act_hidden.view, ws.hidden_norm.squares);
+    ws.last_act = &ws.act_hidden;
+  } else {
+    matmul(launch(), product);
+    normalize(ws, norm_weight);
+  }
 }
 
 void CudaBackend::normalize(CudaWorkspace &ws, const float *weight) {

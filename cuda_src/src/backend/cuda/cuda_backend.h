@@ -8,6 +8,7 @@
 #include "backend/backend.h"
 #include "backend/cuda/cuda_weights.h"
 #include "backend/cuda/cuda_workspace.h"
+#include "backend/cuda/head_rows.cuh"
 #include "backend/cuda/launch.h"
 
 namespace xllm::cuda {
@@ -49,6 +50,7 @@ class CudaBackend : public Backend {
 
   // For tests and measurements.
   void set_graphs(bool is_on) { uses_graphs_ = is_on; }
+  void set_deferred_norms(bool is_on) { defers_norms_ = is_on; }
   Device &device() { return device_; }
   cudaStream_t stream() const { return stream_; }
   void synchronize();
@@ -57,11 +59,17 @@ class CudaBackend : public Backend {
   Launch launch() const { return {&device_, stream_}; }
   // Sizes, splits and the device's copy of the batch. padded_rows >= num_tokens.
   void begin_step(CudaWorkspace &ws, const ForwardBatch &batch, int padded_rows);
+  // True where attention finishes q, k and v itself and qkv leaves them as the product did: decode
+  // steps that run as graphs. Without graphs every stage ends with what backend.h says it does.
+  bool finishes_rows(const CudaWorkspace &ws, const KvView &kv) const;
+  static QkvArgs qkv_args(const CudaWorkspace &ws, const CudaWeights &weights, int layer,
+                          const KvView &kv);
   // act_hidden = Q(rms_norm(x) * weight) of every row.
   void normalize(CudaWorkspace &ws, const float *weight);
-  // x += product of act with matrix.
-  void add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
-                   const ActBuffer &act);
+  // x += product of act with matrix; act_hidden = Q(rms_norm(x) * norm_weight), the norm left to
+  // the next product where that is faster.
+  void add_and_normalize(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
+                         const ActBuffer &act, const float *norm_weight);
   void capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages);
   void check_kv(const KvView &kv) const override;
 
@@ -71,6 +79,7 @@ class CudaBackend : public Backend {
   std::unique_ptr<DeviceAllocator> allocator_;
   cudaStream_t stream_ = nullptr;
   bool uses_graphs_ = true;
+  bool defers_norms_ = true;  // off in measurements
   bool in_step_ = false;
 };
 

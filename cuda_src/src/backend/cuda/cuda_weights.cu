@@ -231,6 +231,15 @@ CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors,
         static_cast<Arena &>(upload).vector(dims.rope.coarse.data(), dims.rope.coarse.size());
     rope_fine = static_cast<Arena &>(upload).vector(dims.rope.fine.data(), dims.rope.fine.size());
   }
+  const auto note_plain = [&](const FusedMatrix &matrix) {
+    for (const DeviceMatrix &part : matrix.parts)
+      has_plain_matrix = has_plain_matrix || is_plain(part.type);
+  };
+  for (const CudaLayer &layer : layers) {
+    for (const FusedMatrix *matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+      note_plain(*matrix);
+  }
+  note_plain(head);
   check(cudaStreamSynchronize(stream), "upload weights");
 }
 

@@ -43,6 +43,7 @@ class CudaWeights : public WeightSet {
   std::vector<CudaLayer> layers;
   const float *output_norm = nullptr;
   FusedMatrix head;
+  bool has_plain_matrix = false;  // any of the above kept as rows
   const float *rope_coarse = nullptr, *rope_fine = nullptr;
 
  private:

@@ -38,6 +38,10 @@ uint64_t partial_bytes(const ModelDims &dims, int64_t rows) {
   return most * sizeof(float);
 }
 
+uint64_t squares_bytes(const ModelDims &dims) {
+  return bytes_of(kActGroup * int64_t{dims.hidden_size / kActBlock + 1}, sizeof(float));
+}
+
 constexpr int64_t kBatchRowBytes = 8 + 5 * 4;
 
 }  // namespace
@@ -61,6 +65,9 @@ CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cu
                              int seqs)
     : weights(&set), allocator(memory), stream(on), max_seqs(seqs) {
   const ModelDims &dims = set.dims;
+  hidden_norm.num_cols = dims.hidden_size;
+  hidden_norm.eps = dims.rms_eps;
+  squares = Buffer(allocator, squares_bytes(dims));
   split_entries = wanted_split_entries(dims);
   split_out = Buffer(allocator,
                      bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
@@ -97,6 +104,7 @@ uint64_t CudaWorkspace::size_bytes() const {
                                &gate_up,
                                &attention_out,
                                &partials,
+                               &squares,
                                &logits,
                                &act_hidden.codes,
                                &act_hidden.scales,
@@ -124,7 +132,7 @@ uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, int num_rows, int max_
   total +=
       bytes_of(rows, 4) * static_cast<uint64_t>(dims.hidden_size + qkv_cols(dims) + q_cols(dims));
   total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
-  total += partial_bytes(dims, rows);
+  total += partial_bytes(dims, rows) + squares_bytes(dims);
   total += bytes_of(logits, 4) * static_cast<uint64_t>(dims.vocab_size);
   total += ActBuffer::bytes(dims.hidden_size, rows) + ActBuffer::bytes(q_cols(dims), rows) +
            ActBuffer::bytes(dims.intermediate_size, rows) +

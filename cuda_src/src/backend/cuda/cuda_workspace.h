@@ -9,6 +9,7 @@
 #include "backend/backend.h"
 #include "backend/cuda/act_quant.cuh"
 #include "backend/cuda/cuda_weights.h"
+#include "backend/cuda/matmul_args.cuh"
 
 namespace xllm::cuda {
 
@@ -76,6 +77,7 @@ class CudaWorkspace : public Workspace {
   int num_rows = 0;  // rows that kernels work on: num_tokens, or the bucket of a graph
   int num_logits = 0;
   bool is_identity = false;   // logit_rows = 0, 1, 2, ...
+  bool is_decode = false;     // one row per sequence, each with logits
   int max_splits = 1;         // of attention, over the rows
   bool is_recording = false;  // stages only append to `signature`
   std::vector<uint64_t> signature;
@@ -88,6 +90,8 @@ class CudaWorkspace : public Workspace {
   Buffer attention_out;  // [rows, q] f32; only for head sizes that the fused kernel does not take
   Buffer partials;       // f32, matmul.h
   Buffer logits;         // [logits, vocab] f32
+  Buffer squares;        // [8, hidden / 32] f32, of a deferred norm
+  DeferredNorm hidden_norm = {};  // what the stage before left undone in act_hidden
   ActBuffer act_hidden, act_attention, act_ffn, act_head;
   Buffer split_out, split_stats, split_counters;  // attention.cuh
   int64_t split_entries = 0;

@@ -58,6 +58,16 @@ __device__ __forceinline__ void copy_async_16(void *shared, const void *global) 
 #endif
 }
 
+// The same for 8 bytes, aligned to 8.
+__device__ __forceinline__ void copy_async_8(void *shared, const void *global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(global) : "memory");
+#else
+  *static_cast<uint2 *>(shared) = *static_cast<const uint2 *>(global);
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

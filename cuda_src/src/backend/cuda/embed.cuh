@@ -27,7 +27,7 @@ struct EmbedArgs {
 template <int kPerThread>
 __global__ void __launch_bounds__(kRowThreads)
     embed_kernel(const __grid_constant__ EmbedArgs args) {
-  __shared__ float shared[kRowWarps];
+  __shared__ float shared[kMaxRowBlocks];
   float w[kPerThread], v[kPerThread];
   load_row(args.norm_weight, args.num_cols, w);
   let_next_kernel_start();

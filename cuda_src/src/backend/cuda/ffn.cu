@@ -15,11 +15,13 @@ void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int lay
   const CudaLayer &of = weights.layers[index];
   const DeviceMatrix &gate = of.gate_up.parts[0], &up = of.gate_up.parts[1];
   if (!is_plain(gate.type) && !is_plain(up.type) && dims.intermediate_size % 32 == 0) {
-    matmul_swiglu(launch(), gate, up, ws.act_hidden.view, ws.num_rows, ws.act_ffn.view);
+    matmul_swiglu(launch(), gate, up, ws.act_hidden.view, &ws.hidden_norm, ws.num_rows,
+                  ws.act_ffn.view);
   } else {
     Product product = {};
     product.matrix = &of.gate_up;
     product.act = &ws.act_hidden.view;
+    product.norm_in = &ws.hidden_norm;
     product.num_tokens = ws.num_rows;
     product.out = ws.unfused_gate_up();
     product.out_stride = 2 * int64_t{dims.intermediate_size};
@@ -29,9 +31,9 @@ void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int lay
                   dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
                   static_cast<const float *>(product.out), dims.intermediate_size, ws.act_ffn.view);
   }
-  add_product(ws, of.down, nullptr, ws.act_ffn);
-  normalize(ws, index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm
-                                                  : weights.output_norm);
+  add_and_normalize(ws, of.down, nullptr, ws.act_ffn,
+                    index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm
+                                                      : weights.output_norm);
 }
 
 }  // namespace xllm::cuda

@@ -7,7 +7,7 @@
 // and t + 4: exact in any order, so only the float chain is canonical.
 #pragma once
 
-#include "backend/cuda/matmul_args.cuh"
+#include "backend/cuda/finish_group.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -102,7 +102,19 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
   using Tile = WeightTile<kType>;
   const int64_t group = args.first_token / kActGroup;
   const int in_group = args.first_token % kActGroup;
+  const int middle = first_chunk + half_chunks(args.chunks_per_slice);
+  float half[2][(kTokens + 3) / 4] = {};
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+    if (chunk == middle) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < (kTokens + 3) / 4; ++i) {
+          half[r][i] = acc[r][i];
+          acc[r][i] = 0;
+        }
+      }
+    }
     const uint8_t *at = tile + static_cast<int64_t>(chunk) * chunk_bytes(kType);
     const int64_t entry = (group * args.act.num_blocks + chunk * 8) * kActGroup + in_group;
     const uint8_t *codes =
@@ -115,6 +127,12 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
     if (Tile::kKQuant || units > 1) dot_unit<kType, 1, kTokens>(at, lane, codes, ds, scales, acc);
     if (Tile::kKQuant || units > 2) dot_unit<kType, 2, kTokens>(at, lane, codes, ds, scales, acc);
     if (Tile::kKQuant || units > 3) dot_unit<kType, 3, kTokens>(at, lane, codes, ds, scales, acc);
+  }
+  if (middle >= end_chunk) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int i = 0; i < (kTokens + 3) / 4; ++i) acc[r][i] = __fadd_rn(half[r][i], acc[r][i]);
   }
 }
 
@@ -129,12 +147,13 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
   const int num_chunks = (args.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
   const int first_chunk = warp * args.chunks_per_slice;
   const int end_chunk = min(first_chunk + args.chunks_per_slice, num_chunks);
-  const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
+  const int tiles = group_tiles(args.epilogue);
   const int group = static_cast<int>(blockIdx.x);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
+  const GroupOutputs before = outputs_before(args, kTokens, group);
   int s = 0, tile = 0;
-  for (int index = 0; index < group_tiles; ++index) {
+  for (int index = 0; index < tiles; ++index) {
     find_tile(args, group, index, &s, &tile);
     const MatmulSegment &segment = args.segments[s];
     const uint8_t *from = segment.tiles + tile * segment.tile_bytes;
@@ -176,7 +195,7 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
     }
   }
   __syncthreads();
-  finish_group(args, partials, kTokens, s, tile, group);
+  finish_group(args, partials, kTokens, group, before);
 }
 
 }  // namespace cuda

@@ -21,6 +21,7 @@ void CudaBackend::head(Workspace &ws_base, const WeightSet &weights_base,
   Product product = {};
   product.matrix = &weights.head;
   product.act = act;
+  product.norm_in = &ws.hidden_norm;
   product.num_tokens = ws.num_logits;
   product.out = ws.logits.data<float>();
   product.out_stride = weights.dims.vocab_size;

@@ -3,6 +3,7 @@
 
 #include "backend/cuda/gemv.cuh"
 #include "backend/cuda/matmul.h"
+#include "backend/cuda/mma_one.cuh"
 #include "backend/cuda/mma_small.cuh"
 #include "backend/cuda/mma_tile.cuh"
 #include "backend/cuda/plain_matmul.cuh"
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int kMaxTileTokens = 64;
 constexpr int kReservedSharedPerCta = 1024;  // taken by the system from each CTA's share of an SM
+constexpr int kStaticShared = 128;  // of the kernels that finish a norm, with its alignment
 
 int largest_chunk(const MatmulArgs &args) {
   int bytes = 0;
@@ -44,28 +46,114 @@ void set_slices(int64_t cols, MatmulArgs *args) {
 // ---- launchers ----
 
 void launch_gemv(const Launch &launch, MatmulArgs args) {
-  const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
   const int width = args.num_tokens == 1 ? 1 : args.num_tokens <= 4 ? 4 : 8;
   const size_t shared =
-      static_cast<size_t>(group_tiles * args.num_slices * kTileRows * width) * sizeof(float);
+      static_cast<size_t>(group_tiles(args.epilogue) * args.num_slices * kTileRows * width) *
+      sizeof(float);
   const auto kernel = width == 1 ? gemv_kernel<1> : width == 4 ? gemv_kernel<4> : gemv_kernel<8>;
   launch_kernel(launch, "gemv", kernel, dim3(static_cast<unsigned>(args.num_groups)),
                 static_cast<unsigned>(args.num_slices * kWarp), shared, args);
 }
 
+// As deep a ring as lets the wanted number of CTAs share an SM, or as one CTA can have where even
+// the shallowest is too big for that; 0 where nothing fits.
+template <typename SharedWith>
+int ring_depth(const Device &device, int ctas_per_sm, const SharedWith &shared_with) {
+  const int share = device.shared_bytes_per_sm / ctas_per_sm - kReservedSharedPerCta;
+  for (const int limit : {std::min(device.max_shared_bytes, share) - kStaticShared,
+                          device.max_shared_bytes - kStaticShared}) {
+    for (const int stages : {8, 6, 4, 3, 2}) {
+      if (stages <= device.ring_stages && shared_with(stages) <= limit) return stages;
+    }
+  }
+  return 0;
+}
+
+// How many CTAs share an SM and how many of them there are; a CTA takes groups in turn.
+unsigned resident_grid(const Device &device, int num_groups, int registers, int threads,
+                       int shared) {
+  const int by_registers = device.registers_per_sm / ((registers + 7) / 8 * 8 * threads);
+  const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
+  const int per_sm = std::max(1, std::min(by_shared, by_registers));
+  return static_cast<unsigned>(std::min(num_groups, device.num_sms * per_sm));
+}
+
+[[noreturn]] void refuse_columns(const MatmulArgs &args) {
+  throw Error(Status::kUnimplemented,
+              "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
+                  " columns is wider than the matrix kernels can take; use the CPU backend");
+}
+
+constexpr TypeSet kTypeSets[] = {TypeSet::kAny, TypeSet::kQ4KQ6K, TypeSet::kQ8_0};
+
+auto one_kernel(TypeSet set) {
+  return set == TypeSet::kQ4KQ6K ? mma_one_kernel<TypeSet::kQ4KQ6K>
+         : set == TypeSet::kQ8_0 ? mma_one_kernel<TypeSet::kQ8_0>
+                                 : mma_one_kernel<TypeSet::kAny>;
+}
+
+TypeSet type_set(const MatmulArgs &args) {
+  for (const TypeSet set : {TypeSet::kQ4KQ6K, TypeSet::kQ8_0}) {
+    bool has_all = true;
+    for (int i = 0; i < args.num_segments; ++i)
+      has_all = has_all && contains(set, args.segments[i].type);
+    if (has_all) return set;
+  }
+  return TypeSet::kAny;
+}
+
+int total_tiles(const MatmulArgs &args) {
+  int tiles = 0;
+  for (int i = 0; i < args.num_segments; ++i) tiles += args.segments[i].num_tiles;
+  return tiles;
+}
+
+// So many tiles that a warp for each keeps the device busy. kAddNorm has too few by far.
+int device_tiles(const Device &device) { return device.num_sms * device.one_token_tiles_per_sm; }
+
+void launch_mma_one(const Launch &launch, MatmulArgs args) {
+  const Device &device = *launch.device;
+  const int tiles = group_tiles(args.epilogue);
+  args.stage_bytes = largest_chunk(args);
+  args.token_pad = 1;
+  // Two warps for a tile where there are few tiles.
+  args.halves_at_once = args.chunks_per_slice > 1 && 2 * tiles <= kOneMaxWarps ? 2 : 1;
+  const int warps = tiles * args.halves_at_once;
+  const auto shared_with = [&](int stages) {
+    return warps * stages * args.stage_bytes + staged_acts_bytes(args.num_units, 1) +
+           kOneZeroBytes + mma_one_partials_bytes(tiles);
+  };
+  args.num_stages = ring_depth(device, device.ctas_per_sm, shared_with);
+  if (args.num_stages == 0) refuse_columns(args);
+  const int shared = shared_with(args.num_stages), threads = warps * kWarp;
+  const TypeSet set = type_set(args);
+  const unsigned grid = resident_grid(
+      device, args.num_groups, device.mma_one_registers[static_cast<int>(set)], threads, shared);
+  launch_kernel(launch, "mma_one", one_kernel(set), dim3(grid), static_cast<unsigned>(threads),
+                static_cast<size_t>(shared), args);
+}
+
+using SmallKernel = void (*)(MatmulArgs);
+
+SmallKernel small_kernel(bool is_one, bool is_double) {
+  if (is_double) return is_one ? mma_small_kernel<true, 2> : mma_small_kernel<false, 2>;
+  return is_one ? mma_small_kernel<true, 1> : mma_small_kernel<false, 1>;
+}
+
 void launch_mma_small(const Launch &launch, MatmulArgs args) {
   const Device &device = *launch.device;
-  const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
   args.stage_bytes = largest_chunk(args);
   int pad = 1;
   while (pad < args.num_tokens) pad *= 2;
-  const auto shared_with = [&](int stages, int width) {
-    return args.num_slices * stages * args.stage_bytes +
-           mma_small_acts_bytes(args.num_units, width) +
-           mma_small_partials_bytes(group_tiles, args.num_slices, width);
+  const bool is_double = args.epilogue == kAddNorm;
+  args.tiles_at_once = is_double ? 2 : 1;
+  const int warps = args.num_slices * args.tiles_at_once;
+  const auto shared_with = [&](int stages) {
+    return warps * stages * args.stage_bytes + staged_acts_bytes(args.num_units, pad) +
+           mma_small_partials_bytes(group_tiles(args.epilogue), args.num_slices, pad);
   };
   // A very long K leaves no room for 8 tokens at once: fewer, more often.
-  if (shared_with(2, pad) > device.max_shared_bytes && pad > 1) {
+  if (shared_with(2) > device.max_shared_bytes - kStaticShared && pad > 1) {
     const int first = args.first_token, count = args.num_tokens, half = pad / 2;
     args.num_tokens = half;
     launch_mma_small(launch, args);
@@ -75,32 +163,14 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
     return;
   }
   args.token_pad = pad;
-  // As deep a ring as lets the wanted number of CTAs share an SM; else as deep as one CTA can have.
-  const int share = device.shared_bytes_per_sm / device.ctas_per_sm - kReservedSharedPerCta;
-  args.num_stages = 2;
-  for (const int limit : {device.max_shared_bytes, std::min(device.max_shared_bytes, share)}) {
-    for (int stages = device.ring_stages; stages >= 2; --stages) {
-      if (shared_with(stages, pad) <= limit) {
-        args.num_stages = stages;
-        break;
-      }
-    }
-  }
-  if (shared_with(args.num_stages, pad) > device.max_shared_bytes) {
-    throw Error(Status::kUnimplemented,
-                "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
-                    " columns is wider than the matrix kernels can take; use the CPU backend");
-  }
-  const int shared = shared_with(args.num_stages, pad);
-  const int threads = args.num_slices * kWarp;
-  const int by_registers = device.registers_per_sm /
-                           ((device.mma_small_registers[pad == 1 ? 0 : 1] + 7) / 8 * 8 * threads);
-  const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
-  const int per_sm = std::max(1, std::min(by_shared, by_registers));
-  const int grid = std::min(args.num_groups, device.num_sms * per_sm);
-  launch_kernel(launch, "mma_small", pad == 1 ? mma_small_kernel<true> : mma_small_kernel<false>,
-                dim3(static_cast<unsigned>(grid)), static_cast<unsigned>(threads),
-                static_cast<size_t>(shared), args);
+  const int wanted = is_double ? 1 : pad == 1 ? device.ctas_per_sm : device.ctas_per_sm - 1;
+  args.num_stages = ring_depth(device, std::max(1, wanted), shared_with);
+  if (args.num_stages == 0) refuse_columns(args);
+  const int shared = shared_with(args.num_stages), threads = warps * kWarp;
+  const int registers = device.mma_small_registers[is_double ? 1 : 0][pad == 1 ? 0 : 1];
+  const unsigned grid = resident_grid(device, args.num_groups, registers, threads, shared);
+  launch_kernel(launch, "mma_small", small_kernel(pad == 1, is_double), dim3(grid),
+                static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
 }
 
 int tile_groups(int num_tokens) { return num_tokens <= 16 ? 2 : num_tokens <= 32 ? 4 : 8; }
@@ -141,7 +211,11 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, in
       launch_gemv(launch, args);
     } else if (left <= 8) {
       args.num_tokens = left;
-      launch_mma_small(launch, args);
+      if (left == 1 && total_tiles(args) >= device_tiles(*launch.device)) {
+        launch_mma_one(launch, args);
+      } else {
+        launch_mma_small(launch, args);
+      }
     } else {
       args.num_tokens = std::min(left, kMaxTileTokens);
       if (product != nullptr &&
@@ -213,23 +287,64 @@ uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens) {
 void prepare_matmul(Device *device) {
   const auto opt_in = [&](const void *kernel) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               device->max_shared_bytes),
+                               device->max_shared_bytes - kStaticShared),
           "set shared memory size");
   };
-  for (const void *kernel : {reinterpret_cast<const void *>(mma_small_kernel<true>),
-                             reinterpret_cast<const void *>(mma_small_kernel<false>),
-                             reinterpret_cast<const void *>(mma_tile_kernel<2>),
+  for (const void *kernel : {reinterpret_cast<const void *>(mma_tile_kernel<2>),
                              reinterpret_cast<const void *>(mma_tile_kernel<4>),
                              reinterpret_cast<const void *>(mma_tile_kernel<8>)}) {
     opt_in(kernel);
   }
-  const void *small[] = {reinterpret_cast<const void *>(mma_small_kernel<true>),
-                         reinterpret_cast<const void *>(mma_small_kernel<false>)};
-  for (int i = 0; i < 2; ++i) {
+  const auto registers = [](const void *kernel) {
     cudaFuncAttributes attributes = {};
-    check(cudaFuncGetAttributes(&attributes, small[i]), "ask for a kernel's registers");
-    device->mma_small_registers[i] = attributes.numRegs;
+    check(cudaFuncGetAttributes(&attributes, kernel), "ask for a kernel's registers");
+    return attributes.numRegs;
+  };
+  for (const TypeSet set : kTypeSets) {
+    const void *kernel = reinterpret_cast<const void *>(one_kernel(set));
+    opt_in(kernel);
+    device->mma_one_registers[static_cast<int>(set)] = registers(kernel);
   }
+  for (const int is_double : {0, 1}) {
+    for (const int is_one : {0, 1}) {
+      const void *kernel =
+          reinterpret_cast<const void *>(small_kernel(is_one == 1, is_double == 1));
+      opt_in(kernel);
+      device->mma_small_registers[is_double][1 - is_one] = registers(kernel);
+    }
+  }
+}
+
+bool can_defer_norm(const Device &device, const FusedMatrix &matrix, int num_tokens) {
+  if (!device.has_int8_mma || num_tokens > kActGroup || matrix.parts.size() != 1) return false;
+  const DeviceMatrix &part = matrix.parts.front();
+  if (is_plain(part.type) || part.rows % kActBlock != 0) return false;
+  const SlicePlan plan = slice_plan(part.cols);
+  int pad = 1;
+  while (pad < num_tokens) pad *= 2;
+  const int shared = 2 * plan.num_slices * 2 * static_cast<int>(chunk_bytes(part.type)) +
+                     staged_acts_bytes(plan.num_units, pad) +
+                     mma_small_partials_bytes(2, plan.num_slices, pad);
+  return shared <= device.max_shared_bytes - kStaticShared;
+}
+
+void matmul_norm(const Launch &launch, const Product &product, const float *norm_weight,
+                 const ActView &act_out, float *squares) {
+  MatmulArgs args = {};
+  const DeviceMatrix &part = product.matrix->parts.front();
+  set_slices(part.cols, &args);
+  args.act = *product.act;
+  args.num_tokens = product.num_tokens;
+  args.epilogue = kAddNorm;
+  args.out = product.out;
+  args.out_stride = product.out_stride;
+  args.bias = product.bias;
+  args.segments[args.num_segments++] = segment_of(part, 0);
+  args.num_groups = static_cast<int>(part.rows / kActBlock);
+  args.act_out = act_out;
+  args.norm_weight = norm_weight;
+  args.squares_out = squares;
+  launch_mma_small(launch, args);
 }
 
 void matmul(const Launch &launch, const Product &product) {
@@ -242,6 +357,7 @@ void matmul(const Launch &launch, const Product &product) {
   args.out = product.out;
   args.out_stride = product.out_stride;
   args.bias = product.bias;
+  if (product.norm_in != nullptr) args.norm_in = *product.norm_in;
   int64_t row = 0;
   for (const DeviceMatrix &part : matrix.parts) {
     if (is_plain(part.type)) {
@@ -257,8 +373,10 @@ void matmul(const Launch &launch, const Product &product) {
 }
 
 void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up,
-                   const ActView &act, int num_tokens, const ActView &act_out) {
+                   const ActView &act, const DeferredNorm *norm_in, int num_tokens,
+                   const ActView &act_out) {
   MatmulArgs args = {};
+  if (norm_in != nullptr) args.norm_in = *norm_in;
   set_slices(gate.cols, &args);
   args.act = act;
   args.num_tokens = num_tokens;

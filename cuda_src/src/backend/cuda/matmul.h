@@ -13,6 +13,7 @@ namespace xllm {
 namespace cuda {
 
 struct ActView;
+struct DeferredNorm;
 
 // One matrix in device memory.
 struct DeviceMatrix {
@@ -40,6 +41,7 @@ uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens);
 struct Product {
   const FusedMatrix *matrix;
   const ActView *act;
+  const DeferredNorm *norm_in;  // what is left to do to act; null: nothing. Up to 8 tokens
   int num_tokens;
   float *out;  // [num_tokens, out_stride] f32
   int64_t out_stride;
@@ -54,10 +56,17 @@ void prepare_matmul(Device *device);
 
 void matmul(const Launch &launch, const Product &product);
 
+// out += y of up to 8 tokens, act_out = Q(out * norm_weight) with the norm left to the next
+// product; squares [8][rows / 32]. Only where can_defer_norm.
+bool can_defer_norm(const Device &device, const FusedMatrix &matrix, int num_tokens);
+void matmul_norm(const Launch &launch, const Product &product, const float *norm_weight,
+                 const ActView &act_out, float *squares);
+
 // act_out = Q(silu(gate x) * (up x)), 32 outputs to a block; both matrices of tile types with the
 // same number of rows.
 void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up,
-                   const ActView &act, int num_tokens, const ActView &act_out);
+                   const ActView &act, const DeferredNorm *norm_in, int num_tokens,
+                   const ActView &act_out);
 
 }  // namespace cuda
 }  // namespace xllm

@@ -4,10 +4,11 @@
 // y[token, row] = sum over k of W[row, k] * x[token, k], with W in tiles (planes.cuh) and x
 // quantised (act_quant.cuh). The canonical order of additions, the same in every kernel: K is cut
 // into slices of `chunks_per_slice` chunks of 256, a constant of K; inside a slice the blocks of 32
-// (16 for q6_k) ascend in one chain,
+// (16 for q6_k) ascend in two chains, one for the first half of its chunks and one for the rest,
 //     acc = fma(dw, rn(dot * d), acc), then acc = fma(shift, s, acc) where the type has a minimum,
-// and y = ((p0 + p1) + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the
-// batch, or the launch.
+// a slice is the sum of its halves (of the first alone, if there is no second), and y = ((p0 + p1)
+// + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the batch, or the
+// launch.
 #pragma once
 
 #include "backend/cuda/act_quant.cuh"
@@ -17,6 +18,9 @@ namespace xllm {
 namespace cuda {
 
 constexpr int kMaxSlices = 8;
+
+// Chunks of the first half of a slice.
+XLLM_HOST_DEVICE int half_chunks(int chunks_per_slice) { return (chunks_per_slice + 1) / 2; }
 
 // The row tiles of one matrix of a fused product.
 struct MatmulSegment {
@@ -28,9 +32,19 @@ struct MatmulSegment {
   int out_row;   // where its row 0 goes in a row of the output
 };
 
+// A norm that the product before left to this one: sums of squares of the blocks of each row
+// (row_norm.cuh), the scales of the activations being d and sum(q) without it. squares null:
+// nothing is left to do.
+struct DeferredNorm {
+  float *squares;  // [8 tokens][num_cols / 32]
+  int num_cols;
+  float eps;
+};
+
 enum Epilogue : int {
   kStore,     // out[token, row] = y
   kAddTo,     // out[token, row] += y (the residual)
+  kAddNorm,   // out += y; act_out = Q(out * norm_weight) and its squares, the norm deferred
   kSwiGlu,    // segments gate and up: act_out = Q(silu(gate) * up)
   kPartials,  // out[slice, token, row] = p
 };
@@ -41,18 +55,24 @@ struct MatmulArgs {
   int num_units;  // of K, 64 columns each
   int num_slices;
   int chunks_per_slice;
-  int num_groups;  // units of work of a CTA: a tile; for kSwiGlu 4 tiles (2 of gate, 2 of up)
+  int num_groups;  // units of work of a CTA: a tile; for kSwiGlu 4 tiles (2 of gate, 2 of up), for
+                   // kAddNorm 2
   ActView act;
-  int first_token;  // a multiple of 8
-  int num_tokens;   // of this launch
-  int token_pad;    // mma_small: 1, 2, 4 or 8 >= num_tokens
+  DeferredNorm norm_in;  // of act
+  int first_token;       // a multiple of 8
+  int num_tokens;        // of this launch
+  int token_pad;         // mma_small: 1, 2, 4 or 8 >= num_tokens
   int stage_bytes;  // shared memory of one ring stage of one warp (mma_small) or tile (mma_tile)
   int num_stages;
+  int halves_at_once;  // mma_one: warps per tile
+  int tiles_at_once;   // mma_small: 1, or all of a group
   int epilogue;
   float *out;  // [token, out_stride] f32
   int64_t out_stride;
   const float *bias;  // [rows of the output], or null
   ActView act_out;
+  const float *norm_weight;  // of kAddNorm
+  float *squares_out;        // [8 tokens][num_groups]
 };
 
 // One tile of the work: which segment, and which of its tiles.
@@ -61,6 +81,11 @@ __device__ __forceinline__ void find_tile(const MatmulArgs &args, int group, int
   if (args.epilogue == kSwiGlu) {
     *segment = index >> 1;
     *tile = 2 * group + (index & 1);
+    return;
+  }
+  if (args.epilogue == kAddNorm) {
+    *segment = 0;
+    *tile = 2 * group + index;
     return;
   }
   int s = 0, t = group;
@@ -79,37 +104,6 @@ __device__ __forceinline__ void finish_output(const MatmulArgs &args, const Matm
   float *out = args.out + static_cast<int64_t>(args.first_token + token) * args.out_stride + column;
   if (args.bias != nullptr) y = __fadd_rn(y, args.bias[column]);
   *out = args.epilogue == kAddTo ? __fadd_rn(*out, y) : y;
-}
-
-// Adds up the slices of a group's outputs and finishes them; called by a whole CTA of one warp per
-// slice. partials: [group tiles][slices][16 rows][pad tokens] in shared memory; (segment, tile):
-// the group's last tile.
-__device__ __forceinline__ void finish_group(const MatmulArgs &args, const float *partials, int pad,
-                                             int segment, int tile, int group) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int warp = static_cast<int>(threadIdx.x) >> 5;
-  const int slice_stride = kTileRows * pad;
-  const auto output = [&](int index, int row, int token) {
-    const float *p = partials + index * args.num_slices * slice_stride + row * pad + token;
-    float y = p[0];
-    for (int i = 1; i < args.num_slices; ++i) y = __fadd_rn(y, p[i * slice_stride]);
-    return y;
-  };
-  if (args.epilogue != kSwiGlu) {
-    for (int i = static_cast<int>(threadIdx.x); i < slice_stride;
-         i += static_cast<int>(blockDim.x)) {
-      const int row = i % kTileRows, token = i / kTileRows;
-      if (token < args.num_tokens) {
-        finish_output(args, args.segments[segment], tile, row, token, output(0, row, token));
-      }
-    }
-    return;
-  }
-  for (int token = warp; token < args.num_tokens; token += args.num_slices) {
-    const float gate = output(lane >> 4, lane & 15, token);
-    const float up = output(2 + (lane >> 4), lane & 15, token);
-    quantize_block(__fmul_rn(silu(gate), up), args.act_out, args.first_token + token, group);
-  }
 }
 
 }  // namespace cuda

@@ -1,172 +1,197 @@
 // Products of 1 to 8 tokens: reads each weight once, bound by memory.
 //
-// A CTA has one warp per slice of K (so 8 for most K); its warps walk the same tiles, each over its
-// own slice, through a ring of chunks in shared memory that runs across tiles, so that the next
-// tile's bytes are on their way while this one is reduced. Weights are asked for before the
-// previous kernel has finished; activations, which it writes, after. The grid is what fits at once,
-// and a CTA takes groups blockIdx.x, blockIdx.x + gridDim.x, ...
+// A CTA has one warp per slice of K (so 8 for most K), or two sets of them; its warps walk the same
+// tiles, each over its own slice, through a ring of chunks in shared memory that runs across tiles,
+// so that the next tile's bytes are on their way while this one is reduced. Weights are asked for
+// before the previous kernel has finished; activations, which it writes, after. The grid is what
+// fits at once, and a CTA takes groups blockIdx.x, blockIdx.x + gridDim.x, ...
 //   shared  ring [warps][stages][stage_bytes], activation codes [blocks][token_pad][32], scales
-//   [blocks][token_pad] {d, s},
-//           partials [2][group tiles][warps][16][token_pad] f32
+//           [blocks][token_pad] {d, s}, partials [2][group tiles][warps][16][token_pad] f32
 #pragma once
 
+#include "backend/cuda/finish_group.cuh"
 #include "backend/cuda/mma_chunk.cuh"
+#include "backend/cuda/ring_copies.cuh"
+#include "backend/cuda/stage_acts.cuh"
 
 namespace xllm {
 namespace cuda {
 
-// Shared memory that a launch needs besides the ring.
-XLLM_HOST_DEVICE int mma_small_acts_bytes(int num_units, int token_pad) {
-  return num_units * 2 * token_pad * (32 + 8);
-}
+// Shared memory that a launch needs besides the ring and the activations.
 XLLM_HOST_DEVICE int mma_small_partials_bytes(int group_tiles, int num_slices, int token_pad) {
   return 2 * group_tiles * num_slices * kTileRows * token_pad * 4;
 }
 
-// A warp's walk over (group, tile, chunk): all chunks of its slice of a tile, then the next tile.
+// What a warp reads next: the chunks of its slice of a tile, then those of the next tile.
 struct ChunkCursor {
-  int group, index, chunk;
+  const uint8_t *from;  // this lane's first 16 bytes of the chunk
+  int left;             // chunks of this tile's slice still to come, 0: nothing more at all
+  int bytes;            // of a chunk
+  int last_bytes;       // of the slice's last one, shorter at the ragged end of K
+  int group, index, first_index;
+
+  __device__ __forceinline__ void seek(const MatmulArgs &args, int first_chunk, int end_chunk,
+                                       int lane) {
+    left = 0;
+    if (group >= args.num_groups) return;
+    int s, tile;
+    find_tile(args, group, index, &s, &tile);
+    const MatmulSegment &segment = args.segments[s];
+    bytes = static_cast<int>(chunk_bytes(segment.type));
+    left = end_chunk - first_chunk;
+    last_bytes =
+        static_cast<int>(min(static_cast<int64_t>(bytes),
+                             segment.tile_bytes - static_cast<int64_t>(end_chunk - 1) * bytes));
+    from = segment.tiles + tile * segment.tile_bytes + static_cast<int64_t>(first_chunk) * bytes +
+           lane * 16;
+  }
 };
 
-__device__ __forceinline__ void advance(ChunkCursor *at, int first_chunk, int end_chunk,
-                                        int group_tiles, int group_stride) {
-  if (++at->chunk < end_chunk) return;
-  at->chunk = first_chunk;
-  if (++at->index < group_tiles) return;
-  at->index = 0;
-  at->group += group_stride;
+// Asks for the chunk at the cursor and moves on; lanes share the 16-byte pieces. Commits a group of
+// copies even past the end, so that groups can be counted.
+__device__ __forceinline__ void fetch_chunk(const MatmulArgs &args, ChunkCursor *at,
+                                            int first_chunk, int end_chunk, uint8_t *stage,
+                                            int lane) {
+  if (at->left > 0) {
+    const int size = at->left == 1 ? at->last_bytes : at->bytes;
+    copy_chunk(stage, at->from, size, lane);
+    at->from += at->bytes;
+    if (--at->left == 0) {
+      at->index += args.tiles_at_once;
+      if (at->index >= group_tiles(args.epilogue)) {
+        at->index = at->first_index;
+        at->group += static_cast<int>(gridDim.x);
+      }
+      at->seek(args, first_chunk, end_chunk, lane);
+    }
+  }
+  commit_copies();
 }
 
-// Asks for the chunk at the cursor; returns without a word past the end. Lanes share the 16-byte
-// pieces.
-__device__ __forceinline__ void fetch_chunk(const MatmulArgs &args, const ChunkCursor &at,
-                                            uint8_t *stage, int lane) {
-  if (at.group >= args.num_groups) return;
-  int s, tile;
-  find_tile(args, at.group, at.index, &s, &tile);
-  const MatmulSegment &segment = args.segments[s];
-  const int bytes = static_cast<int>(chunk_bytes(segment.type));
-  const int64_t offset = static_cast<int64_t>(at.chunk) * bytes;
-  const int64_t left = segment.tile_bytes - offset;
-  const int size = left < bytes ? static_cast<int>(left) : bytes;
-  const uint8_t *from = segment.tiles + tile * segment.tile_bytes + offset;
-  for (int i = lane * 16; i < size; i += kWarp * 16) copy_async_16(stage + i, from + i);
+// The ring of one warp.
+struct ChunkRing {
+  uint8_t *base;
+  int stage, num_stages, stage_bytes;
+  ChunkCursor ahead;
+};
+
+// One slice of one tile: `acts` point at the slice's first block.
+template <int kType, bool kOne>
+__device__ __forceinline__ void mma_slice(const MatmulArgs &args, ChunkRing *ring, int first_chunk,
+                                          int end_chunk, int lane, LaneActs acts,
+                                          float (&acc)[1][4]) {
+  const int middle = first_chunk + half_chunks(args.chunks_per_slice);
+  float half[4] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+    if (chunk == middle) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        half[i] = acc[0][i];
+        acc[0][i] = 0;
+      }
+    }
+    wait_for_oldest_stage(ring->num_stages);
+    __syncwarp();
+    // The stage that this iteration frees up was read one iteration ago, by this warp alone.
+    const int free_stage = ring->stage == 0 ? ring->num_stages - 1 : ring->stage - 1;
+    fetch_chunk(args, &ring->ahead, first_chunk, end_chunk,
+                ring->base + free_stage * ring->stage_bytes, lane);
+    const int units = min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk);
+    mma_chunk<kType, 1, kOne>(ring->base + ring->stage * ring->stage_bytes, units, lane, acts, acc);
+    acts.codes += 8 * acts.codes_block;
+    acts.scales += 8 * acts.scales_block;
+    if (++ring->stage == ring->num_stages) ring->stage = 0;
+  }
+  if (middle >= end_chunk) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[0][i] = __fadd_rn(half[i], acc[0][i]);
 }
 
-// Waits for the oldest of the num_stages - 1 groups on their way.
-__device__ __forceinline__ void wait_for_oldest_stage(int num_stages) {
-  switch (num_stages) {
-    case 8:
-      return wait_for_copies<6>();
-    case 7:
-      return wait_for_copies<5>();
-    case 6:
-      return wait_for_copies<4>();
-    case 5:
-      return wait_for_copies<3>();
-    case 4:
-      return wait_for_copies<2>();
-    case 3:
-      return wait_for_copies<1>();
+template <bool kOne>
+__device__ __forceinline__ void mma_slice_of(int type, const MatmulArgs &args, ChunkRing *ring,
+                                             int first_chunk, int end_chunk, int lane,
+                                             const LaneActs &acts, float (&acc)[1][4]) {
+  switch (type) {
+    case kWeightQ4_K:
+      return mma_slice<kWeightQ4_K, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
+    case kWeightQ6_K:
+      return mma_slice<kWeightQ6_K, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
+    case kWeightQ8_0:
+      return mma_slice<kWeightQ8_0, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
+    case kWeightQ5_K:
+      return mma_slice<kWeightQ5_K, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
+    case kWeightQ4_0:
+      return mma_slice<kWeightQ4_0, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
+    case kWeightQ4_1:
+      return mma_slice<kWeightQ4_1, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
+    case kWeightQ5_0:
+      return mma_slice<kWeightQ5_0, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
     default:
-      return wait_for_copies<0>();
+      return mma_slice<kWeightQ5_1, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
   }
 }
 
-// kOne: one token.
-template <bool kOne>
-__global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
+// kOne: one token. kSets: 2 where two tiles are worked on at once, by num_slices warps each.
+template <bool kOne, int kSets>
+__global__ void __launch_bounds__(kSets * kMaxSlices * kWarp, kSets == 2 ? 1
+                                                              : kOne     ? 3
+                                                                         : 2)
     mma_small_kernel(const __grid_constant__ MatmulArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
-  const int num_threads = static_cast<int>(blockDim.x);
   const int num_chunks = (args.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
   const int num_blocks = args.num_units * 2;
   const int pad = kOne ? 1 : args.token_pad;
-  const int num_stages = args.num_stages;
-  const int group_tiles = args.epilogue == kSwiGlu ? 4 : 1;
+  const int tiles = group_tiles(args.epilogue);
 
-  uint8_t *ring = shared + warp * num_stages * args.stage_bytes;
-  uint8_t *codes = shared + args.num_slices * num_stages * args.stage_bytes;
+  const int slice = kSets == 1 ? warp : warp % args.num_slices;
+  const int first_index = kSets == 1 ? 0 : warp / args.num_slices;
+
+  uint8_t *codes = shared + kSets * args.num_slices * args.num_stages * args.stage_bytes;
   uint8_t *scales = codes + num_blocks * pad * 32;
   float *partials = reinterpret_cast<float *>(scales + num_blocks * pad * 8);
 
-  // The first weights, before the previous kernel is done.
-  const int first_chunk = warp * args.chunks_per_slice;
+  // The first weights, before the previous kernel is done. Every CTA of this grid is at work when
+  // the next kernel's first ones come in beside it, to do the same.
+  const int first_chunk = slice * args.chunks_per_slice;
   const int end_chunk = min(first_chunk + args.chunks_per_slice, num_chunks);
-  const int group_stride = static_cast<int>(gridDim.x);
-  ChunkCursor ahead = {static_cast<int>(blockIdx.x), 0, first_chunk};
-  for (int i = 0; i < num_stages - 1; ++i) {
-    fetch_chunk(args, ahead, ring + i * args.stage_bytes, lane);
-    commit_copies();
-    advance(&ahead, first_chunk, end_chunk, group_tiles, group_stride);
+  ChunkRing ring;
+  ring.base = shared + warp * args.num_stages * args.stage_bytes;
+  ring.stage = 0;
+  ring.num_stages = args.num_stages;
+  ring.stage_bytes = args.stage_bytes;
+  ring.ahead.group = static_cast<int>(blockIdx.x);
+  ring.ahead.index = ring.ahead.first_index = first_index;
+  ring.ahead.seek(args, first_chunk, end_chunk, lane);
+  for (int i = 0; i < args.num_stages - 1; ++i) {
+    fetch_chunk(args, &ring.ahead, first_chunk, end_chunk, ring.base + i * args.stage_bytes, lane);
   }
-
+  let_next_kernel_start();
   wait_for_previous_kernel();
-
-  // Activations of all of K: token_pad rows of each block, without the rest of its group of 8.
-  {
-    const int64_t base =
-        static_cast<int64_t>(args.first_token / kActGroup) * args.act.num_blocks * kActGroup;
-    const uint8_t *from_codes =
-        reinterpret_cast<const uint8_t *>(args.act.codes) + base * kActBlock;
-    const uint8_t *from_scales = reinterpret_cast<const uint8_t *>(args.act.scales + base);
-    const int code_pieces = pad * 2;  // of 16 bytes, per block
-    for (int i = static_cast<int>(threadIdx.x); i < num_blocks * code_pieces; i += num_threads) {
-      const int block = i / code_pieces, piece = i % code_pieces;
-      *reinterpret_cast<uint4 *>(codes + i * 16) = *reinterpret_cast<const uint4 *>(
-          from_codes + block * (kActGroup * kActBlock) + piece * 16);
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < num_blocks * pad; i += num_threads) {
-      const int block = i / pad, token = i % pad;
-      *reinterpret_cast<float2 *>(scales + i * 8) =
-          *reinterpret_cast<const float2 *>(from_scales + (block * kActGroup + token) * 8);
-    }
-  }
-  __syncthreads();
+  stage_acts(args, num_blocks, pad, codes, scales);
 
   const int g = lane >> 2, t = lane & 3;
   LaneActs acts;
   acts.codes_group = acts.scales_group = 0;
   acts.codes_block = pad * 32;
   acts.scales_block = pad * 8;
+  acts.codes = codes + first_chunk * 8 * acts.codes_block + (g & (pad - 1)) * 32 + t * 8;
+  acts.scales = scales + first_chunk * 8 * acts.scales_block + ((2 * t) & (pad - 1)) * 8;
 
-  ChunkCursor at = {static_cast<int>(blockIdx.x), 0, first_chunk};
-  int stage = 0, buffer = 0;
-  bool is_triggered = false;
-  float acc[1][4] = {{0, 0, 0, 0}};
-  while (at.group < args.num_groups) {
-    int s, tile;
-    find_tile(args, at.group, at.index, &s, &tile);
-    // The stage that this iteration frees up was read one iteration ago, by this warp alone.
-    wait_for_oldest_stage(num_stages);
-    __syncwarp();
-    {
-      const int free_stage = stage == 0 ? num_stages - 1 : stage - 1;
-      fetch_chunk(args, ahead, ring + free_stage * args.stage_bytes, lane);
-      commit_copies();
-      advance(&ahead, first_chunk, end_chunk, group_tiles, group_stride);
-      if (!is_triggered && ahead.group >= args.num_groups) {
-        let_next_kernel_start();
-        is_triggered = true;
-      }
-    }
-    acts.codes = codes + at.chunk * 8 * acts.codes_block + (g & (pad - 1)) * 32 + t * 8;
-    acts.scales = scales + at.chunk * 8 * acts.scales_block + ((2 * t) & (pad - 1)) * 8;
-    const int units = min(kUnitsPerChunk, args.num_units - at.chunk * kUnitsPerChunk);
-    mma_chunk_of<1, kOne>(args.segments[s].type, ring + stage * args.stage_bytes, units, lane, acts,
-                          acc);
-    if (++stage == num_stages) stage = 0;
-
-    const ChunkCursor done = at;
-    advance(&at, first_chunk, end_chunk, group_tiles, group_stride);
-    if (done.chunk + 1 < end_chunk) continue;
-
-    // The slice of this tile is done.
-    {
-      float *to = partials +
-                  ((buffer * group_tiles + done.index) * args.num_slices + warp) * kTileRows * pad;
+  int buffer = 0;
+  for (int group = static_cast<int>(blockIdx.x); group < args.num_groups;
+       group += static_cast<int>(gridDim.x)) {
+    float *sums = partials + buffer * tiles * args.num_slices * kTileRows * pad;
+    const GroupOutputs before = outputs_before(args, pad, group);
+    for (int index = first_index; index < tiles; index += kSets) {
+      int s, tile;
+      find_tile(args, group, index, &s, &tile);
+      float acc[1][4] = {{0, 0, 0, 0}};
+      mma_slice_of<kOne>(args.segments[s].type, args, &ring, first_chunk, end_chunk, lane, acts,
+                         acc);
+      float *to = sums + (index * args.num_slices + slice) * kTileRows * pad;
       if (2 * t < pad) {
         to[g * pad + 2 * t] = acc[0][0];
         to[(g + 8) * pad + 2 * t] = acc[0][2];
@@ -175,16 +200,10 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
         to[g * pad + 2 * t + 1] = acc[0][1];
         to[(g + 8) * pad + 2 * t + 1] = acc[0][3];
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[0][i] = 0;
     }
-    if (done.index + 1 < group_tiles) continue;
-
-    // The group is done: add the slices up in order. The two buffers make one barrier per group
-    // enough.
+    // Add the slices up in order. The two buffers make one barrier per group enough.
     __syncthreads();
-    finish_group(args, partials + buffer * group_tiles * args.num_slices * kTileRows * pad, pad, s,
-                 tile, done.group);
+    finish_group(args, sums, pad, group, before);
     buffer ^= 1;
   }
   wait_for_copies<0>();

@@ -100,14 +100,26 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
   acts.scales_group = 8 * 64;
   acts.scales_block = 64;
 
-  float acc[kGroups][4], total[kGroups][4];
+  float acc[kGroups][4], half[kGroups][4], total[kGroups][4];
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[n][i] = total[n][i] = 0;
+    for (int i = 0; i < 4; ++i) acc[n][i] = half[n][i] = total[n][i] = 0;
   }
+  const int middle = half_chunks(args.chunks_per_slice);
+  int in_slice = 0;  // chunks of this slice that are done
   int stage = 0;
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+    if (in_slice == middle) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          half[n][i] = acc[n][i];
+          acc[n][i] = 0;
+        }
+      }
+    }
     wait_for_copies<kTileStages - 2>();
     __syncthreads();
     uint8_t *next = shared + (stage == 0 ? kTileStages - 1 : stage - 1) * full_stage;
@@ -123,17 +135,19 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
                                    acc);
     }
     if (++stage == kTileStages) stage = 0;
-    // End of a slice: into the total, in order. The first one is copied, so that the sum is p0 + p1
-    // + ... and not 0 + p0 + ...
-    if (!is_partial && ((chunk + 1) % args.chunks_per_slice == 0 || chunk + 1 == end_chunk)) {
-      const bool is_first = chunk < args.chunks_per_slice;
+    if (++in_slice < args.chunks_per_slice && chunk + 1 < end_chunk) continue;
+    // End of a slice: its halves together, and into the total, in order. The first one is copied,
+    // so that the sum is p0 + p1 + ... and not 0 + p0 + ...
+    const bool is_first = chunk < first_chunk + args.chunks_per_slice;
+    const bool has_second_half = in_slice > middle;
+    in_slice = 0;
 #pragma unroll
-      for (int n = 0; n < kGroups; ++n) {
+    for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          total[n][i] = is_first ? acc[n][i] : __fadd_rn(total[n][i], acc[n][i]);
-          acc[n][i] = 0;
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float p = has_second_half ? __fadd_rn(half[n][i], acc[n][i]) : acc[n][i];
+        total[n][i] = is_first ? p : __fadd_rn(total[n][i], p);
+        acc[n][i] = 0;
       }
     }
   }
@@ -148,7 +162,7 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
         const int row = tile * kTileRows + g + 8 * (i >> 1), token = n * 8 + 2 * t + (i & 1);
         if (row < segment.num_rows && token < args.num_tokens) {
           args.out[(static_cast<int64_t>(first_slice) * args.num_tokens + token) * args.out_stride +
-                   segment.out_row + row] = acc[n][i];
+                   segment.out_row + row] = total[n][i];
         }
       }
     }

@@ -8,8 +8,7 @@ void CudaBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int 
   CudaWorkspace &ws = as_cuda(ws_base);
   if (records(ws, 4, layer)) return;
   const CudaLayer &of = as_cuda(weights_base).layers[static_cast<size_t>(layer)];
-  add_product(ws, of.o, of.o_bias, ws.act_attention);
-  normalize(ws, of.ffn_norm);
+  add_and_normalize(ws, of.o, of.o_bias, ws.act_attention, of.ffn_norm);
 }
 
 }  // namespace xllm::cuda

@@ -212,13 +212,34 @@ struct WeightTile {
     float d[2], dmin[2];
   };
 
+  // The same as they lie in memory.
+  struct RawScales {
+    uint4 v[2];
+    uint32_t d;
+  };
+
   // `at`: the chunk of a K-quant, the unit of another type.
-  static __device__ __forceinline__ void load_scales(const uint8_t *at, int g, Scales *s) {
+  static __device__ __forceinline__ void load_raw(const uint8_t *at, int g, RawScales *raw) {
     const uint8_t *p = at + scale_offset(kType);
+    if (kKQuant) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) raw->v[r] = *reinterpret_cast<const uint4 *>(p + g * 32 + r * 16);
+      if (kType == kWeightQ6_K)
+        raw->d = *reinterpret_cast<const uint32_t *>(at + kQ6SuperScaleOffset + g * 4);
+    } else if (kHasMin) {
+      raw->v[0] = *reinterpret_cast<const uint4 *>(p + g * 16);
+    } else {
+      const uint2 v = *reinterpret_cast<const uint2 *>(p + g * 8);
+      raw->v[0].x = v.x;
+      raw->v[0].y = v.y;
+    }
+  }
+
+  static __device__ __forceinline__ void unpack(const RawScales &raw, Scales *s) {
     if (kType == kWeightQ4_K || kType == kWeightQ5_K) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(p + g * 32 + r * 16);
+        const uint4 v = raw.v[r];
         s->d[r] = half_bits_to_float(v.x);
         s->dmin[r] = half_bits_to_float(v.x >> 16);
         s->word[r][0] = v.y & 0x3f3f3f3fu;
@@ -227,27 +248,30 @@ struct WeightTile {
         s->word[r][3] = ((v.w >> 4) & 0x0f0f0f0fu) | ((v.z >> 2) & 0x30303030u);
       }
     } else if (kType == kWeightQ6_K) {
-      const uint32_t d = *reinterpret_cast<const uint32_t *>(at + kQ6SuperScaleOffset + g * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(p + g * 32 + r * 16);
-        s->d[r] = half_bits_to_float(d >> (16 * r));
+        const uint4 v = raw.v[r];
+        s->d[r] = half_bits_to_float(raw.d >> (16 * r));
         s->word[r][0] = v.x ^ 0x80808080u;
         s->word[r][1] = v.y ^ 0x80808080u;
         s->word[r][2] = v.z ^ 0x80808080u;
         s->word[r][3] = v.w ^ 0x80808080u;
       }
     } else if (kHasMin) {
-      const uint4 v = *reinterpret_cast<const uint4 *>(p + g * 16);
-      s->word[0][0] = v.x;
-      s->word[0][1] = v.y;
-      s->word[1][0] = v.z;
-      s->word[1][1] = v.w;
+      s->word[0][0] = raw.v[0].x;
+      s->word[0][1] = raw.v[0].y;
+      s->word[1][0] = raw.v[0].z;
+      s->word[1][1] = raw.v[0].w;
     } else {
-      const uint2 v = *reinterpret_cast<const uint2 *>(p + g * 8);
-      s->word[0][0] = v.x;
-      s->word[1][0] = v.y;
+      s->word[0][0] = raw.v[0].x;
+      s->word[1][0] = raw.v[0].y;
     }
+  }
+
+  static __device__ __forceinline__ void load_scales(const uint8_t *at, int g, Scales *s) {
+    RawScales raw;
+    load_raw(at, g, &raw);
+    unpack(raw, s);
   }
 
   // Factors of step kStep (0..7 of a chunk for K-quants, 0..1 of a unit): dw[r8][half], shift[r8].

@@ -5,25 +5,10 @@
 
 namespace xllm::cuda {
 
-void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int layer,
-                      const KvView &kv, const ForwardBatch & /*batch*/) {
-  CudaWorkspace &ws = as_cuda(ws_base);
-  const CudaWeights &weights = as_cuda(weights_base);
-  if (records(ws, 2, layer, kv.base, kv.layout.block_bytes(), kv.layout.block_size)) return;
-  check_kv(kv);
+QkvArgs CudaBackend::qkv_args(const CudaWorkspace &ws, const CudaWeights &weights, int layer,
+                              const KvView &kv) {
   const ModelDims &dims = weights.dims;
   const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
-
-  Product product = {};
-  product.matrix = &of.qkv;
-  product.act = &ws.act_hidden.view;
-  product.num_tokens = ws.num_rows;
-  product.out = ws.qkv.data<float>();
-  product.out_stride = of.qkv.rows();
-  product.bias = of.qkv_bias;
-  product.partials = ws.partials.data<float>();
-  matmul(launch(), product);
-
   QkvArgs args = {};
   args.qkv = ws.qkv.data<float>();
   args.q_norm = of.q_norm;
@@ -39,6 +24,31 @@ void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int lay
   args.kv_indices = ws.batch.kv_indices;
   args.kv = kv_pages(kv, layer);
   args.q = ws.q.data<__half>();
+  return args;
+}
+
+void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int layer,
+                      const KvView &kv, const ForwardBatch & /*batch*/) {
+  CudaWorkspace &ws = as_cuda(ws_base);
+  const CudaWeights &weights = as_cuda(weights_base);
+  if (records(ws, 2, layer, kv.base, kv.layout.block_bytes(), kv.layout.block_size)) return;
+  check_kv(kv);
+  const ModelDims &dims = weights.dims;
+  const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
+
+  Product product = {};
+  product.matrix = &of.qkv;
+  product.act = &ws.act_hidden.view;
+  product.norm_in = &ws.hidden_norm;
+  product.num_tokens = ws.num_rows;
+  product.out = ws.qkv.data<float>();
+  product.out_stride = of.qkv.rows();
+  product.bias = of.qkv_bias;
+  product.partials = ws.partials.data<float>();
+  matmul(launch(), product);
+
+  if (finishes_rows(ws, kv)) return;
+  const QkvArgs args = qkv_args(ws, weights, layer, kv);
   const int heads = dims.num_heads + 2 * dims.num_kv_heads;
   constexpr int kMaxGridY = 32768;
   for (int first = 0; first < ws.num_rows; first += kMaxGridY) {
