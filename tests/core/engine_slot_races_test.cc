@@ -115,7 +115,9 @@ TEST_P(SlotRaces, ReleaseAgainstDecode) {
         EXPECT_TRUE(status == Status::kOk || status == Status::kLeaseLost);
       }
     } catch (const Error &error) {
-      EXPECT_EQ(error.status(), Status::kStaleEpoch) << error.message();
+      // Or the slot was full before the other thread got its turn.
+      EXPECT_TRUE(error.status() == Status::kStaleEpoch || error.status() == Status::kSlotState)
+          << error.message();
       num_calls = 3;
     }
     releaser.join();
