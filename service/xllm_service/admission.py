@@ -38,11 +38,17 @@ class Gate:
         self.phase = Phase.LOADING
         self._max_calls = max_calls
         self._num_calls = 0
+        self._num_work = 0
 
     @property
     def num_calls(self) -> int:
         """Calls that are open now."""
         return self._num_calls
+
+    @property
+    def num_work(self) -> int:
+        """Of these, the ones a server waits for before it stops: those that only tell about it are left out."""
+        return self._num_work
 
     def check(self) -> None:
         """Raise UNAVAILABLE (LOADING, DRAINING) when no work is taken."""
@@ -51,7 +57,7 @@ class Gate:
         if self.phase is Phase.DRAINING:
             raise ServiceError(Reason.DRAINING, "the server is about to stop and takes no new work")
 
-    def enter(self) -> None:
+    def enter(self, *, is_work: bool = True) -> None:
         """Count a call. Raises TOO_MANY_CALLS; then `leave` must not be called."""
         if self._num_calls >= self._max_calls:
             raise ServiceError(
@@ -60,10 +66,12 @@ class Gate:
                 metadata={"limit": self._max_calls},
             )
         self._num_calls += 1
+        self._num_work += is_work
 
-    def leave(self) -> None:
+    def leave(self, *, is_work: bool = True) -> None:
         """Take a call back that `enter` let in."""
         self._num_calls -= 1
+        self._num_work -= is_work
 
 
 class GenerationState(Enum):
@@ -106,6 +114,10 @@ class LiveGeneration:
         if self.failure is None:
             self.failure = failure
             self._interrupt()
+
+    def stalled(self) -> None:
+        """End it because its client does not read."""
+        self.end(ServiceError(Reason.CLIENT_STALLED, "the client did not read its stream for too long"))
 
 
 class LiveGenerations:
@@ -170,10 +182,20 @@ class LiveGenerations:
         receipt.MergeFrom(generation.receipt)
         return receipt
 
-    def end_all(self, failure: ServiceError) -> None:
-        """End every live one."""
+    def count(self, model: str) -> int:
+        """How many are live on one model's engine."""
+        return sum(generation.receipt.model == model for generation in self._live.values())
+
+    def count_states(self) -> tuple[int, int]:
+        """How many run, and how many still wait."""
+        num_waiting = sum(one.state is GenerationState.QUEUED for one in self._live.values())
+        return len(self._live) - num_waiting, num_waiting
+
+    def end_all(self, failure: ServiceError, model: str | None = None) -> None:
+        """End every live one, or those of one model."""
         for generation in list(self._live.values()):
-            generation.end(failure)
+            if model is None or generation.receipt.model == model:
+                generation.end(failure)
 
     def _find(self, owner: str, request_id: str) -> LiveGeneration:
         live = self._live.get((owner, request_id))

@@ -26,11 +26,13 @@ from xllm_client.v1 import (
     generation_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
+    slot_service_pb2,
+    slot_service_pb2_grpc,
 )
 from xllm_service import logs
 from xllm_service.admission import Gate, Phase
 from xllm_service.config import ConfigError, ServeConfig, read_tokens
-from xllm_service.engine import AsyncEngine, CoreEngine, Model, create_core, open_model
+from xllm_service.engine import CoreEngine, Model, create_core, open_model
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.health import HealthServicer
 from xllm_service.interceptors import CallInterceptor
@@ -39,7 +41,9 @@ from xllm_service.servicers.admin import AdminServicer
 from xllm_service.servicers.generation import GenerationServicer
 from xllm_service.servicers.model import ModelServicer
 from xllm_service.servicers.reflection import add_reflection
+from xllm_service.servicers.roster import Loader
 from xllm_service.servicers.served import Served
+from xllm_service.servicers.slots import SlotServicer
 from xllm_service.unix_socket import SocketError, UnixSocket
 
 _log = logs.get_logger("app")
@@ -49,14 +53,12 @@ SERVICES = tuple(
     for module, name in (
         (generation_service_pb2, "GenerationService"),
         (model_service_pb2, "ModelService"),
+        (slot_service_pb2, "SlotService"),
         (admin_service_pb2, "AdminService"),
     )
 )
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STOP_S = 1.0  # for what is cut off to say so
-
-# Opens the model and starts its engine; blocks. Tests put an engine without a model in its place.
-Loader = Callable[[ServeConfig], tuple[Model, CoreEngine]]
 
 
 class StartError(Exception):
@@ -103,13 +105,13 @@ class Server:
         self.metrics_port = 0
         self.gate = Gate(config.max_concurrent_calls)
         self.metrics = Metrics()
-        self.health = HealthServicer((*SERVICES, config.model_name))
-        self.served = Served(config, self.gate, self.metrics)
-        self._loader = loader
+        self.served = Served(config, self.gate, self.metrics, loader)
+        self.health = HealthServicer(SERVICES, self.served.roster.problems)
+        self.served.roster.on_change = self.health.look
+        self.served.draining.on_begin = self.health.drain
         self._servers: list[grpc.aio.Server] = []
         self._sockets: list[UnixSocket] = []
         self._stop_metrics: Callable[[], None] | None = None
-        self._model: Model | None = None
         self._follower: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -125,7 +127,7 @@ class Server:
                     reflection = {"on": True, "off": False}.get(self.config.reflection, default)
                     await self._start_server(addresses, interceptor, credentials, reflection)
             if self.config.metrics is not None:
-                self.metrics.watch_engine(self.config.model_name, self._stats)
+                self.metrics.watch_engines(self.served.roster.stats)
                 self.metrics_port, self._stop_metrics = self.metrics.serve(self.config.metrics)
         except (ConfigError, SocketError, OSError) as error:
             await self.stop()
@@ -136,51 +138,16 @@ class Server:
 
     async def load(self) -> None:
         """Load the model in a worker thread, then serve. Raises ServiceError."""
-        started = time.monotonic()
-        model, core = await asyncio.to_thread(self._loader, self.config)
-        self._model = model
-        engine = AsyncEngine(
-            core,
-            model,
-            stuck_after_s=self.config.stuck_after,
-            stall_allowance_s=self.config.stall_allowance,
-        )
-        self.served.engine = engine
+        await self.served.roster.load_first()
         if self.gate.phase is Phase.LOADING:
             self.gate.phase = Phase.SERVING
-            self.health.set_serving(True)
-            self._follower = asyncio.create_task(self.health.follow(self._problem), name="xllm-health")
-        info = engine.info
-        _log.info(
-            "serving %s",
-            self.config.model_name,
-            extra=logs.facts(
-                seconds=round(time.monotonic() - started, 3),
-                device=f"{info.device_kind} ({info.device_name})",
-                kernels=info.kernels,
-                threads=info.num_threads,
-                threads_limit=info.threads_limit,
-                decode_mode=info.decode_mode.name.lower(),
-                max_slots=info.max_slots,
-                max_seq_len=info.max_seq_len,
-                kv_pool_bytes=info.plan.kv_pool_bytes,
-            ),
-        )
-        model.digest.start()
+            self._follower = asyncio.create_task(self.health.follow(), name="xllm-health")
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work and wait until nothing runs; what still does after `grace_s` ends with UNAVAILABLE."""
-        self.gate.phase = Phase.DRAINING
-        self.health.set_serving(False)
-        # note: the engine takes requests a moment longer than the gate: calls that got past it are served.
-        deadline = time.monotonic() + grace_s
-        last = -1
-        while (left := self.gate.num_calls) and time.monotonic() < deadline:
-            if left != last:
-                _log.info("draining", extra=logs.facts(open_calls=left, generations=len(self.served.generations)))
-            last = left
-            await asyncio.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
-        self.served.generations.end_all(ServiceError(Reason.DRAINING, "the server stops; the time to finish is over"))
+        # note: the engines take requests a moment longer than the gate: calls that got past it are served.
+        self.served.draining.begin(grace_s)
+        await self.served.draining.wait()
 
     async def stop(self) -> None:
         """End what still runs, close every address and free the engine. Calling it again is harmless."""
@@ -202,11 +169,7 @@ class Server:
         if self._stop_metrics is not None:
             await asyncio.to_thread(self._stop_metrics)
             self._stop_metrics = None
-        if self.served.engine is not None:
-            await self.served.engine.close()
-        if self._model is not None:
-            self._model.close()
-            self._model = None
+        await self.served.roster.close()
 
     async def _start_server(
         self,
@@ -223,6 +186,7 @@ class Server:
         self._servers.append(server)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.served), server)
         model_service_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.served), server)
+        slot_service_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(self.served), server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.served), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         if reflection:
@@ -252,13 +216,6 @@ class Server:
             root_certificates=authority,
             require_client_auth=authority is not None,
         )
-
-    def _problem(self) -> str:
-        return self.served.engine.problem() if self.served.engine is not None else "the model is still loading"
-
-    def _stats(self) -> Any:
-        engine = self.served.engine
-        return engine.stats() if engine is not None else None
 
 
 def _add_port(server: grpc.aio.Server, address: Endpoint, credentials: grpc.ServerCredentials | None) -> int:
@@ -306,45 +263,45 @@ async def running(config: ServeConfig, *, loader: Loader = load) -> AsyncIterato
 async def serve(
     config: ServeConfig, *, on_ready: Callable[[Server], None] | None = None, loader: Loader = load
 ) -> None:
-    """Serve until SIGTERM or SIGINT, drain, and return; a second signal stops at once.
+    """Serve until SIGTERM, SIGINT or the Drain call, drain, and return; a second signal stops at once.
 
     `on_ready` is called once health says SERVING. Raises StartError or ServiceError when it cannot start; by then
     everything is given back. `logs.configure` is the caller's.
     """
     loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
+    server = Server(config, loader=loader)
+    draining = server.served.draining
+    was_asked = False
     insisted = asyncio.Event()
 
     def on_signal() -> None:
-        (insisted if asked.is_set() else asked).set()
+        nonlocal was_asked
+        if was_asked:
+            insisted.set()
+        was_asked = True
+        draining.begin()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     for line in config.describe():
         _log.debug("%s", line)
-    server = Server(config, loader=loader)
+    asked = asyncio.create_task(draining.begun.wait())
+    now = asyncio.create_task(insisted.wait())
+    tasks: list[asyncio.Task[Any]] = [asked, now]
     try:
         await server.start()
-        loading = asyncio.create_task(server.load())
-        stop = asyncio.create_task(asked.wait())
-        await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
-        if not asked.is_set():
-            stop.cancel()
-            await loading
-            if on_ready is not None:
-                on_ready(server)
-            await asked.wait()
-        else:
-            server.gate.phase = Phase.DRAINING
-            await loading  # a load cannot be cut short; it takes seconds
+        await server.load()  # note: it cannot be cut short; it takes seconds
+        if on_ready is not None and not draining.begun.is_set():
+            on_ready(server)
+        await asked
         _log.info("stopping", extra=logs.facts(grace_s=config.drain_grace))
-        draining = asyncio.create_task(server.drain(config.drain_grace))
-        now = asyncio.create_task(insisted.wait())
-        await asyncio.wait((draining, now), return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, now):
-            task.cancel()
-        await asyncio.gather(draining, now, return_exceptions=True)
+        waiting = asyncio.create_task(draining.wait())
+        tasks.append(waiting)
+        await asyncio.wait((waiting, now), return_when=asyncio.FIRST_COMPLETED)
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await server.stop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

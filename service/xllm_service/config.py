@@ -276,6 +276,13 @@ class ServeConfig:
     name: str = _setting(
         "", "NAME", _model_name, "The name that calls use for the model. Default: the file's name without its ending."
     )
+    model_dir: Path | None = _setting(
+        None,
+        "FOLDER",
+        _path,
+        "CreateEngine may load the files below this folder, by their path in it. Default: none, only models that have "
+        "a name.",
+    )
     pretokenizer: str | None = _setting(
         None,
         "NAME",
@@ -362,6 +369,13 @@ class ServeConfig:
     )
     max_chat_messages: int = _setting(
         4096, "N", _integer(1, 1_000_000), "Most messages of one conversation. Default: 4096."
+    )
+
+    max_lease: float = _setting(
+        3600.0,
+        "SECONDS",
+        _seconds(1, 86400),
+        "Longest lease of a slot. Default: 3600. A longer one is INVALID_ARGUMENT.",
     )
 
     # ---- log ----
@@ -468,6 +482,7 @@ def load_config(
     config = ServeConfig(Path(model), **values, sources=sources, ignored=tuple(ignored))
     _check_addresses(config)
     _check_security(config)
+    _check_model_dir(config)
     return config
 
 
@@ -517,6 +532,11 @@ def _check_security(config: ServeConfig) -> None:
         path = getattr(config, name)
         if path is not None and not path.is_file():
             raise ConfigError(f"--{name.replace('_', '-')} {path}: no such file")
+
+
+def _check_model_dir(config: ServeConfig) -> None:
+    if config.model_dir is not None and not config.model_dir.is_dir():
+        raise ConfigError(f"--model-dir {config.model_dir}: no such folder")
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +44,9 @@ from cyengine.types import (
     PrefillEvent,
     Request,
     SamplingParams,
+    Slot,
     SlotInfo,
+    SlotState,
     Status,
     TensorInfo,
     TextPiece,
@@ -55,11 +58,12 @@ from xllm_service.config import ServeConfig
 from xllm_service.digest import FileDigest, shard_paths
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.logs import get_logger
-from xllm_service.validation import ValidRequest
+from xllm_service.validation import DecodeChoices
 
 __all__ = [
     "AcceptedEvent",
     "AsyncEngine",
+    "Bounds",
     "Candidate",
     "CoreEngine",
     "DecodeMode",
@@ -74,9 +78,14 @@ __all__ = [
     "Plan",
     "PrefillEvent",
     "Progress",
+    "Slot",
+    "SlotInfo",
+    "SlotState",
+    "Status",
     "TokenEvent",
     "build_id",
     "engine_config",
+    "mode_mismatch",
     "open_engine",
     "open_model",
     "to_service_error",
@@ -373,6 +382,29 @@ class CoreEngine(Protocol):
     def slots(self) -> list[SlotInfo]:
         """A snapshot."""
 
+    def slot(self, index: int) -> SlotInfo:
+        """A snapshot of one."""
+
+    def acquire(
+        self, decode_mode: DecodeMode = DecodeMode.AUTO, *, lease_s: float = 60.0, slot: int | None = None
+    ) -> Slot:
+        """Own a free slot."""
+
+    def renew(self, slot: Slot, lease_s: float = 60.0) -> SlotInfo:
+        """Start a lease anew."""
+
+    def release(self, slot: Slot) -> SlotInfo:
+        """End an ownership."""
+
+    def submit_prefill(self, slot: Slot, token_ids: Sequence[int], *, max_duration_s: float = 0.0) -> int:
+        """Begin to compute a prompt into a slot."""
+
+    def submit_decode_slot(self, slot: Slot, request: Request) -> int:
+        """Begin to generate in a per-slot slot."""
+
+    def submit_decode_batch(self, entries: Sequence[tuple[Slot, Request]]) -> list[int]:
+        """Begin to generate in batched slots, in lock-step."""
+
     def close(self) -> None:
         """Stop and free everything."""
 
@@ -408,7 +440,9 @@ def create_core(model: Model, config: ServeConfig, *, log_fd: int | None = None)
         failure = to_service_error(error)
         if failure.reason is Reason.MEMORY:
             with contextlib.suppress(XllmError):
-                failure.extra.append(convert.plan_message(model.core.plan(options), convert.plan_context(options)))
+                plan = convert.plan_message(model.core.plan(options), convert.plan_context(options))
+                plan.fits, plan.remedy = False, failure.metadata.get("remedy", plan.remedy)
+                failure.extra.append(plan)
         raise failure from error
 
 
@@ -487,8 +521,13 @@ def open_engine(model: Model, config: ServeConfig, *, log_fd: int | None = None)
 
 @dataclass(slots=True)
 class Progress:
-    """What has happened to one request since the last look. With a fast reader, one token; with a slow one, many."""
+    """What has happened to one request since the last look. With a fast reader, one token; with a slow one, many.
 
+    Attributes:
+        index: which of the requests of one call, from 0.
+    """
+
+    index: int = 0
     accepted: AcceptedEvent | None = None
     prefill: PrefillEvent | None = None
     tokens: list[TokenEvent] = field(default_factory=list)
@@ -496,26 +535,36 @@ class Progress:
 
 
 class _Stream:
-    """Events of one request on their way to its reader: coalesced, never lost, never more than a bound."""
+    """Events of one call's requests on their way to its reader: coalesced, never lost, never more than a bound."""
 
-    def __init__(self) -> None:
-        self.pending = Progress()
+    def __init__(self, request_ids: Sequence[int], on_stall: Callable[[], None] | None) -> None:
         self.waits_since: float | None = None  # when something began to wait for the reader
         self.failure: ServiceError | None = None
-        self.on_stall: Callable[[], None] | None = None
+        self.on_stall = on_stall
+        self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._pending: dict[int, Progress] = {}
         self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that wait for the reader."""
+        return sum(len(progress.tokens) for progress in self._pending.values())
 
     def put(self, event: Event) -> None:
         if self.waits_since is None:
             self.waits_since = time.monotonic()
+        index = self._indices[event.request_id]
+        progress = self._pending.get(index)
+        if progress is None:
+            progress = self._pending[index] = Progress(index)
         if isinstance(event, TokenEvent):
-            self.pending.tokens.append(event)
+            progress.tokens.append(event)
         elif isinstance(event, FinishedEvent):
-            self.pending.finished = event
+            progress.finished = event
         elif isinstance(event, PrefillEvent):
-            self.pending.prefill = event
+            progress.prefill = event
         else:
-            self.pending.accepted = event
+            progress.accepted = event
         self._wake()
 
     def fail(self, failure: ServiceError) -> None:
@@ -524,7 +573,7 @@ class _Stream:
             self.failure = failure
         self._wake()
 
-    async def take(self) -> Progress:
+    async def take(self) -> list[Progress]:
         """Wait for something and take all of it; raises the failure when there is nothing left."""
         while self.waits_since is None:
             if self.failure is not None:
@@ -534,12 +583,49 @@ class _Stream:
                 await self._reader
             finally:
                 self._reader = None
-        taken, self.pending, self.waits_since = self.pending, Progress(), None
-        return taken
+        taken, self._pending, self.waits_since = self._pending, {}, None
+        return [taken[index] for index in sorted(taken)]
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """When a call must be over, in seconds from its submission; None: no bound.
+
+    Attributes:
+        deadline_s: the call's own deadline: reached, it fails.
+        duration_s: the longest time that was asked for: reached after it began, an ordinary end.
+    """
+
+    deadline_s: float | None = None
+    duration_s: float | None = None
+
+    @classmethod
+    def of(cls, choices: DecodeChoices, deadline_s: float | None, elapsed_s: float) -> Bounds:
+        """Return the bounds of a call that came `elapsed_s` ago and has `deadline_s` left."""
+        longest = choices.max_duration_s
+        return cls(deadline_s, None if longest is None else longest - elapsed_s)
+
+    @property
+    def seconds(self) -> float:
+        """The tighter one, as the core takes it. Raises DEADLINE_EXCEEDED when it has passed."""
+        bounds = [bound for bound in (self.deadline_s, self.duration_s) if bound is not None]
+        if not bounds:
+            return 0.0
+        if min(bounds) <= 0:
+            raise ServiceError(Reason.DEADLINE_EXCEEDED, "the time allowed was over before anything could begin")
+        return min(bounds)
+
+    def is_duration(self, finished: FinishedEvent) -> bool:
+        """Whether it ended because of its own longest time, not by the call's deadline."""
+        return (
+            finished.status is Status.DEADLINE_EXCEEDED
+            and self.duration_s is not None
+            and (self.deadline_s is None or self.duration_s <= self.deadline_s)
+        )
 
 
 class AsyncEngine:
@@ -605,12 +691,21 @@ class AsyncEngine:
         if not self._is_closed:
             self._core.drain()
 
+    def resolve_mode(self, requested: int, call: str) -> DecodeMode:
+        """Return the mode that a request gets, by the table of DecodeMode. Raises DECODE_MODE_MISMATCH."""
+        own, wanted = self.info.decode_mode, DecodeMode(requested)
+        if own is DecodeMode.AUTO:
+            return wanted or DecodeMode.BATCHED
+        if wanted in (DecodeMode.AUTO, own):
+            return own
+        raise mode_mismatch(own, wanted, call)
+
     async def generate(
         self,
         prompt: Sequence[int],
-        request: ValidRequest,
+        choices: DecodeChoices,
+        bounds: Bounds | None = None,
         *,
-        deadline_s: float | None = None,
         on_stall: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Progress, None]:
         """Run one request and yield what happens to it; the last item has `finished`.
@@ -619,45 +714,152 @@ class AsyncEngine:
 
         Args:
             prompt: token ids.
-            request: what was asked for.
-            deadline_s: seconds until the call's own deadline; work that is late is not begun.
+            choices: how to generate.
+            bounds: when it must be over; work that is late is not begun.
             on_stall: called, besides the failure, when the client has not read for too long.
 
         Raises:
             ServiceError: refused before the first item; later, with the usage so far, when the generation fails.
         """
+        bounds = bounds or Bounds()
+        request = _core_request(choices, bounds, prompt)
+        async with aclosing(self._follow(lambda: [self._core.submit(request)], on_stall)) as batches:
+            async for progress in _one(batches, bounds):
+                yield progress
+
+    # ---- slots
+
+    def slot(self, index: int) -> SlotInfo | None:
+        """A snapshot of one slot; None where there is no such slot."""
+        try:
+            return self._core.slot(index)
+        except XllmError:
+            return None
+
+    def acquire(self, mode: int, lease_s: float, index: int | None) -> Slot:
+        """Own a free slot. Raises DECODE_MODE_MISMATCH, NO_FREE_SLOT, SLOT_NOT_FOUND, MEMORY, DRAINING."""
+        with self._refusals():
+            return self._core.acquire(DecodeMode(mode), lease_s=lease_s, slot=index)
+
+    def renew(self, slot: Slot, lease_s: float) -> SlotInfo:
+        """Start the lease anew. Raises STALE_EPOCH, LEASE_LOST."""
+        with self._refusals():
+            return self._core.renew(slot, lease_s)
+
+    def release(self, slot: Slot) -> SlotInfo:
+        """End an ownership; what runs in the slot ends with LEASE_LOST. Raises STALE_EPOCH, LEASE_LOST."""
+        with self._refusals():
+            return self._core.release(slot)
+
+    async def prefill(
+        self,
+        slot: Slot,
+        prompt: Sequence[int],
+        deadline_s: float | None = None,
+        *,
+        on_stall: Callable[[], None] | None = None,
+    ) -> AsyncGenerator[Progress, None]:
+        """Compute a prompt into a slot, or append it; closing the iterator leaves the slot as it was.
+
+        Raises ServiceError.
+        """
+        bounds = Bounds(deadline_s)
+        longest = bounds.seconds
+
+        def submit() -> list[int]:
+            return [self._core.submit_prefill(slot, prompt, max_duration_s=longest)]
+
+        async with aclosing(self._follow(submit, on_stall)) as batches:
+            async for progress in _one(batches, bounds):
+                yield progress
+
+    async def decode_slot(
+        self,
+        slot: Slot,
+        choices: DecodeChoices,
+        bounds: Bounds,
+        *,
+        on_stall: Callable[[], None] | None = None,
+    ) -> AsyncGenerator[Progress, None]:
+        """Per-slot API: generate in one slot. Closing the iterator leaves it READY. Raises ServiceError."""
+        request = _core_request(choices, bounds)
+        async with aclosing(self._follow(lambda: [self._core.submit_decode_slot(slot, request)], on_stall)) as batches:
+            async for progress in _one(batches, bounds):
+                yield progress
+
+    async def decode_batch(
+        self,
+        entries: Sequence[tuple[Slot, DecodeChoices, Bounds]],
+        *,
+        on_stall: Callable[[], None] | None = None,
+    ) -> AsyncGenerator[list[Progress], None]:
+        """Batched API: generate in several slots in lock-step; yields what happened to each.
+
+        An entry whose slot was released or lost its lease ends with that status in its `finished`; the others go on.
+        Closing the iterator leaves the slots READY. Raises ServiceError: refused as a whole; later, when an entry fails
+        in another way, or every one has lost its slot.
+        """
+        requests = [(slot, _core_request(choices, bounds)) for slot, choices, bounds in entries]
+        num_lost, accepted = 0, set[int]()
+        async with aclosing(self._follow(lambda: self._core.submit_decode_batch(requests), on_stall)) as batches:
+            async for batch in batches:
+                failure: ServiceError | None = None
+                for progress in batch:
+                    if progress.accepted is not None:
+                        accepted.add(progress.index)
+                    finished = progress.finished
+                    if finished is None or finished.status is Status.OK:
+                        continue
+                    was_accepted = progress.index in accepted
+                    if was_accepted and entries[progress.index][2].is_duration(finished):
+                        continue
+                    num_lost += finished.status is Status.LEASE_LOST
+                    if finished.status is not Status.LEASE_LOST or num_lost == len(entries) or not was_accepted:
+                        failure = _failure_of(finished, was_accepted)
+                        progress.finished = None
+                yield batch
+                if failure is not None:
+                    raise failure
+
+    async def _follow(
+        self, submit: Callable[[], list[int]], on_stall: Callable[[], None] | None
+    ) -> AsyncGenerator[list[Progress], None]:
+        """Submit requests and yield what happens to them until each has finished; closing it cancels the rest."""
         if problem := self.problem():
             raise ServiceError(Reason.ENGINE_FAILED, problem)
+        with self._refusals():
+            request_ids = submit()
+        stream = _Stream(request_ids, on_stall)
+        running = set(request_ids)
+        self._streams.update(dict.fromkeys(request_ids, stream))
         try:
-            request_id = self._core.submit(_core_request(prompt, request, deadline_s))
+            while running:
+                batch = await stream.take()
+                running -= {request_ids[progress.index] for progress in batch if progress.finished is not None}
+                yield batch
+        finally:
+            for request_id in request_ids:
+                self._streams.pop(request_id, None)
+            for request_id in running:
+                # The one release path: a slot comes back here, whoever ended the call and however.
+                if not self._is_closed:
+                    with contextlib.suppress(XllmError):
+                        self._core.cancel(request_id)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Say in our words why the core takes something not."""
+        try:
+            yield
         except XllmError as error:
             failure = to_service_error(error)
             if failure.reason is Reason.PROMPT_TOO_LONG:  # the core tells how long the prompt may be
                 failure.metadata["max_seq_len"] = str(self.info.max_seq_len)
+            elif failure.reason is Reason.MEMORY:
+                plan = convert.plan_message(self.info.plan, convert.plan_context(self.info))
+                plan.fits, plan.remedy = False, failure.metadata.get("remedy", "")
+                failure.extra.append(plan)
             raise failure from error
-        stream = self._streams[request_id] = _Stream()
-        stream.on_stall = on_stall
-        is_over = False
-        was_accepted = False
-        try:
-            while not is_over:
-                progress = await stream.take()
-                was_accepted = was_accepted or progress.accepted is not None
-                finished = progress.finished
-                is_over = finished is not None
-                if finished is None or finished.status is Status.OK or _ran_full_time(finished, request, was_accepted):
-                    yield progress
-                    continue
-                if progress.accepted is not None or progress.tokens:
-                    progress.finished = None
-                    yield progress
-                raise _failure_of(finished, was_accepted)
-        finally:
-            self._streams.pop(request_id, None)
-            if not is_over and not self._is_closed:
-                # The one release path: a slot comes back here, whoever ended the call and however.
-                with contextlib.suppress(XllmError):
-                    self._core.cancel(request_id)
 
     async def close(self) -> None:
         """End what runs and free everything; waits for at most one step. Calling it again is harmless."""
@@ -688,7 +890,7 @@ class AsyncEngine:
                 stream.put(event)
 
     def _fail_all(self, failure: ServiceError) -> None:
-        for stream in self._streams.values():
+        for stream in set(self._streams.values()):
             stream.fail(failure)
 
     async def _watch(self) -> None:
@@ -703,11 +905,11 @@ class AsyncEngine:
                 _log.error("%s", problem)
                 self._fail_all(ServiceError(Reason.ENGINE_FAILED, problem))
             now = time.monotonic()
-            for stream in list(self._streams.values()):
+            for stream in set(self._streams.values()):
                 if stream.waits_since is None:
                     continue
                 is_late = now - stream.waits_since > self._stall_allowance_s
-                if is_late or len(stream.pending.tokens) > _MAX_BUFFERED_TOKENS:
+                if is_late or stream.num_tokens > _MAX_BUFFERED_TOKENS:
                     stream.fail(
                         ServiceError(Reason.CLIENT_STALLED, "the client did not read its stream for too long; read on")
                     )
@@ -715,38 +917,60 @@ class AsyncEngine:
                         stream.on_stall()
 
 
-def _core_request(prompt: Sequence[int], request: ValidRequest, deadline_s: float | None) -> Request:
-    bounds = [bound for bound in (request.max_duration_s, deadline_s) if bound is not None]
-    return Request(
-        prompt=prompt,
-        sampling=SamplingParams(
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
-            repetition_penalty=request.repetition_penalty,
-            frequency_penalty=request.frequency_penalty,
-            presence_penalty=request.presence_penalty,
-            seed=request.seed,
-        ),
-        max_tokens=request.max_tokens or 0,
-        min_tokens=request.min_tokens,
-        ignore_eos=request.ignore_eos,
-        num_logprobs=request.top_logprobs,
-        stop_strings=request.stop_strings,
-        stop_token_ids=request.stop_token_ids,
-        logit_bias=request.logit_bias,
-        decode_mode=DecodeMode(request.decode_mode),
-        priority=request.priority,
-        max_queue_s=request.max_queue_s or 0.0,
-        # A deadline that has passed must not turn into "no bound", which is what 0 means to the core.
-        max_duration_s=max(min(bounds), 1e-6) if bounds else 0.0,
+async def _one(batches: AsyncGenerator[list[Progress], None], bounds: Bounds) -> AsyncGenerator[Progress, None]:
+    """Yield what happens to the only request of a call; raises what it fails with, after what came before."""
+    was_accepted = False
+    async for (progress,) in batches:
+        was_accepted = was_accepted or progress.accepted is not None
+        finished = progress.finished
+        if finished is None or finished.status is Status.OK or (was_accepted and bounds.is_duration(finished)):
+            yield progress
+            continue
+        if progress.accepted is not None or progress.tokens:
+            progress.finished = None
+            yield progress
+        raise _failure_of(finished, was_accepted)
+
+
+def mode_mismatch(own: DecodeMode, wanted: DecodeMode, call: str, what: str = "engine") -> ServiceError:
+    """Return the refusal of a call that contradicts the mode of the engine, or of a slot."""
+    remedy = (
+        f"request {own.name} or AUTO, or create an engine in mode {wanted.name} or AUTO"
+        if what == "engine"
+        else f"call {'DecodeBatch' if own is DecodeMode.BATCHED else 'DecodeSlot'}, or acquire a {wanted.name} slot"
+    )
+    return ServiceError(
+        Reason.DECODE_MODE_MISMATCH,
+        f"{call}: the {what} decodes {own.name}, the call asks for {wanted.name}; {remedy}",
+        metadata={"engine_mode": own.name, "requested_mode": wanted.name, "call": call, "remedy": remedy},
     )
 
 
-def _ran_full_time(finished: FinishedEvent, request: ValidRequest, was_accepted: bool) -> bool:
-    """Whether it ended because of its own max_duration, which is an ordinary end once it was accepted."""
-    return finished.status is Status.DEADLINE_EXCEEDED and was_accepted and request.max_duration_s is not None
+def _core_request(choices: DecodeChoices, bounds: Bounds, prompt: Sequence[int] = ()) -> Request:
+    return Request(
+        prompt=prompt,
+        sampling=SamplingParams(
+            temperature=choices.temperature,
+            top_k=choices.top_k,
+            top_p=choices.top_p,
+            min_p=choices.min_p,
+            repetition_penalty=choices.repetition_penalty,
+            frequency_penalty=choices.frequency_penalty,
+            presence_penalty=choices.presence_penalty,
+            seed=choices.seed,
+        ),
+        max_tokens=choices.max_tokens or 0,
+        min_tokens=choices.min_tokens,
+        ignore_eos=choices.ignore_eos,
+        num_logprobs=choices.top_logprobs,
+        stop_strings=choices.stop_strings,
+        stop_token_ids=choices.stop_token_ids,
+        logit_bias=choices.logit_bias,
+        decode_mode=DecodeMode(choices.decode_mode),
+        priority=choices.priority,
+        max_queue_s=choices.max_queue_s or 0.0,
+        max_duration_s=bounds.seconds,
+    )
 
 
 def _failure_of(finished: FinishedEvent, was_accepted: bool) -> ServiceError:

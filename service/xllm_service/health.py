@@ -7,7 +7,7 @@ not used: a watcher that does not read holds up its other watchers, and one that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -25,49 +25,58 @@ _log = get_logger("health")
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Answers Check and Watch; all its names are served, or none is.
+    """Answers Check and Watch. The process and its services are served while at least one model is.
 
     Args:
-        names: the services and models besides "".
+        services: the names besides "" and the models'.
+        problems: of each model, why it cannot serve; "" while it can, None while it loads or ends.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(("", *names))
-        self._is_serving = False
+    def __init__(self, services: Iterable[str], problems: Callable[[], Mapping[str, str | None]]) -> None:
+        self._services = frozenset(("", *services))
+        self._problems = problems
+        self._said: Mapping[str, str | None] = {}
+        self._is_draining = False
         self._is_closed = False
         self._changed = asyncio.Event()
+        self.look()
 
     @property
     def is_serving(self) -> bool:
-        """What Check says now."""
-        return self._is_serving
+        """What Check says now of the process."""
+        return bool(self._status("") == _SERVING)
 
-    def set_serving(self, is_serving: bool) -> None:
-        """Say it, and wake every watcher where that is news."""
-        if is_serving != self._is_serving:
-            self._is_serving = is_serving
-            self._wake()
+    def drain(self) -> None:
+        """Say NOT_SERVING of everything from now on."""
+        self._is_draining = True
+        self._wake()
 
     def close(self) -> None:
         """Say NOT_SERVING for good, and end every Watch, which would otherwise hold up the server's end."""
-        self._is_serving = False
+        self._is_draining = True
         self._is_closed = True
         self._wake()
 
-    async def follow(self, problem: Callable[[], str]) -> None:
-        """Keep the answer true until cancelled: SERVING while `problem` returns ""."""
-        said = ""
+    def look(self) -> None:
+        """Look at every model, and wake the watchers where there is news."""
+        found = dict(self._problems())
+        if found == self._said:
+            return
+        for name, problem in found.items():
+            if problem and problem != self._said.get(name):
+                _log.error("%s is not served: %s", name, problem)
+        self._said = found
+        self._wake()
+
+    async def follow(self) -> None:
+        """Keep the answers true until cancelled."""
         while True:
-            found = problem()
-            if found and found != said:
-                _log.error("not serving: %s", found)
-            said = found
-            self.set_serving(not found)
+            self.look()
             await asyncio.sleep(_CHECK_S)
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         """The state of one name; NOT_FOUND for a name that is not known."""
-        if request.service not in self._names:
+        if self._status(request.service) == _UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service or model")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
@@ -91,6 +100,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
 
     def _status(self, name: str) -> Any:
-        if name not in self._names:
+        if name in self._services:
+            is_served = any(problem == "" for problem in self._said.values())
+        elif name in self._said:
+            is_served = self._said[name] == ""
+        else:
             return _UNKNOWN
-        return _SERVING if self._is_serving else _NOT_SERVING
+        return _SERVING if is_served and not self._is_draining else _NOT_SERVING

@@ -33,6 +33,10 @@ _ALWAYS = frozenset(
         "/xllm.v1.GenerationService/CancelGeneration",
         "/xllm.v1.GenerationService/GetGeneration",
         "/xllm.v1.ModelService/ListModels",
+        "/xllm.v1.SlotService/RenewSlot",
+        "/xllm.v1.SlotService/GetSlot",
+        "/xllm.v1.SlotService/ListSlots",
+        "/xllm.v1.SlotService/ReleaseSlot",
     )
 )
 _ADMIN = "/xllm.v1.AdminService/"
@@ -113,11 +117,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         start = time.monotonic()
         code = "CANCELLED"  # what is left when the client goes away
         is_counted = False
+        is_work = not method.startswith(_ADMIN) and method not in _ALWAYS
         try:
             if method.startswith(_OURS):
-                self._gate.enter()
+                self._gate.enter(is_work=is_work)
                 is_counted = True
-                if not method.startswith(_ADMIN) and method not in _ALWAYS:
+                if is_work:
                     self._gate.check()
             inner = _behaviour_of(handler)
             result = inner(_checked(request) if not handler.request_streaming else _checked_all(request), context)
@@ -153,7 +158,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             )
         finally:
             if is_counted:
-                self._gate.leave()
+                self._gate.leave(is_work=is_work)
             self._metrics.calls.labels(method.lstrip("/"), code).inc()
             _log.debug("call ended", extra=facts(method=method, code=code, seconds=round(time.monotonic() - start, 4)))
 

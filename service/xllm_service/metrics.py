@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -56,9 +56,9 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_LATENCIES, registry=self.registry)
 
-    def watch_engine(self, model: str, snapshot: Callable[[], Snapshot | None]) -> None:
-        """Report an engine's statistics under its model's name; `snapshot` returns None while there is none."""
-        self.registry.register(_EngineCollector(model, snapshot))
+    def watch_engines(self, snapshots: Callable[[], Mapping[str, Any]]) -> None:
+        """Report the statistics of every engine there is when somebody asks, under its model's name."""
+        self.registry.register(_EngineCollector(snapshots))
 
     def serve(self, address: Endpoint) -> tuple[int, Callable[[], None]]:
         """Answer scrapes over plain HTTP from a thread; return the port and what stops it. Raises OSError."""
@@ -73,41 +73,45 @@ class Metrics:
 
 
 class _EngineCollector:
-    def __init__(self, model: str, snapshot: Callable[[], Snapshot | None]) -> None:
-        self._model = model
-        self._snapshot = snapshot
+    def __init__(self, snapshots: Callable[[], Mapping[str, Any]]) -> None:
+        self._snapshots = snapshots
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._snapshot()
-        if stats is None:
-            return
-        usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
-        gauges: list[tuple[str, str, Any]] = [
-            ("xllm_requests_running", "Requests in the batch.", stats.num_running),
-            ("xllm_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),
-            ("xllm_slots", "Slots in all.", stats.slots_total),
-            ("xllm_slots_used", "Slots taken.", stats.slots_used),
-            ("xllm_kv_cache_usage_ratio", "Share of the KV blocks that live requests hold, 0 to 1.", usage),
-            ("xllm_kv_blocks_cached", "KV blocks that the prefix cache alone holds.", stats.blocks_cached),
-            ("xllm_step_seconds", "Duration of the last step.", stats.last_step_s),
-            ("xllm_heartbeat_age_seconds", "Since the step loop last showed that it lives.", stats.heartbeat_age_s),
-            ("xllm_cancel_steps_max", "Most steps between a cancel and its blocks being free.", stats.cancel_steps_max),
-        ]
-        counters: list[tuple[str, str, Any]] = [
-            ("xllm_steps", "Steps.", stats.num_steps),
-            ("xllm_prompt_tokens", "Prompt tokens taken in.", stats.num_prompt_tokens),
-            ("xllm_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
-            ("xllm_generation_tokens", "Tokens generated.", stats.num_generated_tokens),
-            ("xllm_preemptions", "Requests that gave their blocks back and were resumed.", stats.num_preemptions),
-        ]
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=["model"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, text, value in counters:
-            counter = CounterMetricFamily(name, text, labels=["model"])
-            counter.add_metric([self._model], value)
-            yield counter
+        """One family for each figure, with a sample for each engine."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for model, stats in self._snapshots().items():
+            for kind, figures in ((GaugeMetricFamily, _gauges(stats)), (CounterMetricFamily, _counters(stats))):
+                for name, text, value in figures:
+                    family = families.get(name)
+                    if family is None:
+                        family = families[name] = kind(name, text, labels=["model"])
+                    family.add_metric([model], value)
+        return families.values()
+
+
+def _gauges(stats: Snapshot) -> list[tuple[str, str, float]]:
+    usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+    return [
+        ("xllm_requests_running", "Requests in the batch.", stats.num_running),
+        ("xllm_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),
+        ("xllm_slots", "Slots in all.", stats.slots_total),
+        ("xllm_slots_used", "Slots taken.", stats.slots_used),
+        ("xllm_kv_cache_usage_ratio", "Share of the KV blocks that live requests hold, 0 to 1.", usage),
+        ("xllm_kv_blocks_cached", "KV blocks that the prefix cache alone holds.", stats.blocks_cached),
+        ("xllm_step_seconds", "Duration of the last step.", stats.last_step_s),
+        ("xllm_heartbeat_age_seconds", "Since the step loop last showed that it lives.", stats.heartbeat_age_s),
+        ("xllm_cancel_steps_max", "Most steps between a cancel and its blocks being free.", stats.cancel_steps_max),
+    ]
+
+
+def _counters(stats: Snapshot) -> list[tuple[str, str, float]]:
+    return [
+        ("xllm_steps", "Steps.", stats.num_steps),
+        ("xllm_prompt_tokens", "Prompt tokens taken in.", stats.num_prompt_tokens),
+        ("xllm_cached_prompt_tokens", "Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
+        ("xllm_generation_tokens", "Tokens generated.", stats.num_generated_tokens),
+        ("xllm_preemptions", "Requests that gave their blocks back and were resumed.", stats.num_preemptions),
+    ]

@@ -1,4 +1,4 @@
-"""A GenerationSpec becomes a ValidRequest, once; code behind it does not check again.
+"""A request becomes plain values in range, once; code behind it does not check again.
 
 All violations are collected, each with the path of its field. What this build does not offer is refused by name, never
 ignored. What needs the tokenizer (is the prompt too long?) or the engine's state is checked by them.
@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xllm_client.v1 import chat_pb2, decode_mode_pb2, generation_service_pb2, sampling_pb2
+from xllm_client.v1 import chat_pb2, decode_mode_pb2, generation_service_pb2, sampling_pb2, slot_service_pb2
 from xllm_service import convert
 from xllm_service.config import (
     MAX_LOGIT_BIAS,
@@ -48,25 +48,33 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidRequest:
-    """A generation that may be run: every field in range, defaults filled in.
+class PromptInput:
+    """What is to be computed before anything is generated.
 
     Attributes:
         text, token_ids, chat: the prompt; exactly one is set.
-        max_tokens, max_queue_s, max_duration_s: None: no bound.
+        add_special_tokens: for a text; None: the call's own default.
+    """
+
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    chat: Conversation | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoices:
+    """How tokens are chosen, what ends them and what is reported: every field in range, defaults filled in.
+
+    Attributes:
         seed: None: the engine draws one.
         top_logprobs: None: no log-probabilities.
         wants_tokens: one Token record for every token.
+        max_tokens, max_queue_s, max_duration_s: None: no bound.
+        decode_mode: what was asked for, by its number.
     """
 
-    request_id: str
-    model: str
-    expected_digest: str
-    text: str | None
-    token_ids: Sequence[int] | None
-    chat: Conversation | None
-    add_special_tokens: bool
-    parse_special: bool
     temperature: float
     top_k: int
     top_p: float
@@ -82,11 +90,22 @@ class ValidRequest:
     min_tokens: int
     wants_tokens: bool
     top_logprobs: int | None
-    decode_mode: int
     max_tokens: int | None
     max_queue_s: float | None
     max_duration_s: float | None
-    priority: int
+    decode_mode: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A generation that may be run."""
+
+    request_id: str
+    model: str
+    expected_digest: str
+    prompt: PromptInput
+    choices: DecodeChoices
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +124,18 @@ class RequestLimits:
     max_chat_messages: int = 4096
 
 
-class _Checker:
+class Checker:
     """Collects what is wrong with the fields of one request."""
 
     def __init__(self) -> None:
         self.violations: list[tuple[str, str]] = []
 
     def refuse(self, path: str, text: str) -> None:
+        """Note what is wrong with a field."""
         self.violations.append((path, text))
 
     def raise_if_any(self) -> None:
+        """Raise InvalidFieldError with all that was noted."""
         if self.violations:
             raise InvalidFieldError(self.violations)
 
@@ -132,24 +153,54 @@ class _Checker:
         return value
 
     def integer(self, message: Any, name: str, path: str, default: int | None, low: int, high: int) -> int | None:
+        """A whole number in [low, high]."""
         if not message.HasField(name):
             return default
         value = int(getattr(message, name))
         if not low <= value <= high:
-            self.refuse(f"{path}.{name}", f"expected a whole number in [{low}, {high}], found {value}")
+            self.refuse(
+                f"{path}.{name}" if path else name, f"expected a whole number in [{low}, {high}], found {value}"
+            )
             return default
         return value
 
-    def span(self, message: Any, name: str, path: str, default: float | None) -> float | None:
-        """A Duration above zero, in seconds."""
+    def span(
+        self,
+        message: Any,
+        name: str,
+        path: str,
+        default: float | None,
+        *,
+        low: float = 0.0,
+        high: float = _MAX_SECONDS,
+        open_low: bool = True,
+    ) -> float | None:
+        """A Duration in (low, high], or [low, high] without open_low, in seconds."""
         if not message.HasField(name):
             return default
         value = getattr(message, name)
         span = convert.seconds(value)
-        if not -(10**9) < value.nanos < 10**9 or not 0 < span <= _MAX_SECONDS:
-            self.refuse(f"{path}.{name}", f"expected a duration above 0 and of at most ten years, found {span:g} s")
+        if not -(10**9) < value.nanos < 10**9 or not low <= span <= high or (open_low and span == low):
+            bracket = "(" if open_low else "["
+            at = f"{path}.{name}" if path else name
+            self.refuse(at, f"expected a duration in {bracket}{low:g}, {high:g}] seconds, found {span:g} s")
             return default
         return span
+
+    def request_id(self, text: str, path: str) -> None:
+        """A caller's name for its call; none is one too."""
+        if text and not _REQUEST_ID.fullmatch(text):
+            self.refuse(path, "expected at most 128 of A-Z a-z 0-9 . _ : -")
+
+    def digest(self, text: str, path: str) -> None:
+        """The digest of a model's file; none is one too."""
+        if text and not _DIGEST.fullmatch(text):
+            self.refuse(path, 'expected "sha256:" and 64 hex digits in lower case')
+
+    def decode_mode(self, value: int, path: str) -> None:
+        """A number that DecodeMode knows."""
+        if value not in decode_mode_pb2.DecodeMode.values():
+            self.refuse(path, f"expected a value of DecodeMode, found {value}")
 
     def token_ids(self, ids: Sequence[int], path: str, num_rows: int) -> None:
         """Ids in [0, num_rows); the first that is not is told, which is enough where there may be a million."""
@@ -184,72 +235,104 @@ def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits)
     Raises InvalidFieldError with every field that is at fault, or ServiceError (NOT_IMPLEMENTED) for a feature that is
     not offered.
     """
-    check = _Checker()
-    if spec.request_id and not _REQUEST_ID.fullmatch(spec.request_id):
-        check.refuse("spec.request_id", "expected at most 128 of A-Z a-z 0-9 . _ : -")
-    if spec.expected_digest and not _DIGEST.fullmatch(spec.expected_digest):
-        check.refuse("spec.expected_digest", 'expected "sha256:" and 64 hex digits in lower case')
-    if spec.decode_mode not in decode_mode_pb2.DecodeMode.values():
-        check.refuse("spec.decode_mode", f"expected a value of DecodeMode, found {spec.decode_mode}")
-    chat = None
-    token_ids: tuple[int, ...] | None = None
-    match spec.WhichOneof("input"):
-        case "chat":
-            chat = _conversation(check, spec.chat, "spec.chat", limits.max_chat_messages)
-        case "token_ids":
-            token_ids = tuple(spec.token_ids.ids)
-            if not token_ids:
-                check.refuse("spec.token_ids.ids", "expected at least one token id")
-            check.token_ids(token_ids, "spec.token_ids.ids", limits.num_head_rows)
-        case "text":
-            pass
-        case _:
-            check.refuse("spec.input", "expected one of text, token_ids and chat")
-    sampling = spec.sampling
-    top_k = check.integer(sampling, "top_k", "spec.sampling", 0, 0, 2**63 - 1) or 0
-    max_tokens = check.integer(spec.limits, "max_tokens", "spec.limits", limits.default_max_tokens, 1, _MAX_TOKENS)
-    min_high = max_tokens if max_tokens is not None else _MAX_TOKENS
-    request = ValidRequest(
-        request_id=spec.request_id,
-        model=spec.model,
-        expected_digest=spec.expected_digest,
-        text=spec.text if spec.WhichOneof("input") == "text" else None,
-        token_ids=token_ids,
-        chat=chat,
-        add_special_tokens=_or(spec.text_options, "add_special_tokens", True),
-        parse_special=spec.text_options.parse_special,
-        temperature=check.number(sampling, "temperature", "spec.sampling", 0.0, 0.0, 100.0),
-        top_k=0 if top_k >= limits.num_head_rows else top_k,
-        top_p=check.number(sampling, "top_p", "spec.sampling", 1.0, 0.0, 1.0),
-        min_p=check.number(sampling, "min_p", "spec.sampling", 0.0, 0.0, 1.0),
-        repetition_penalty=check.number(
-            sampling, "repetition_penalty", "spec.sampling", 1.0, 0.0, 100.0, open_low=True
-        ),
-        frequency_penalty=check.number(sampling, "frequency_penalty", "spec.sampling", 0.0, -100.0, 100.0),
-        presence_penalty=check.number(sampling, "presence_penalty", "spec.sampling", 0.0, -100.0, 100.0),
-        logit_bias=_logit_bias(check, sampling, limits.num_head_rows),
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        stop_strings=_stop_strings(check, spec.stop),
-        stop_token_ids=_stop_tokens(check, spec.stop, limits.num_head_rows),
-        ignore_eos=spec.stop.ignore_eos,
-        min_tokens=check.integer(spec.stop, "min_tokens", "spec.stop", 0, 0, min_high) or 0,
-        wants_tokens=spec.output.token_ids or spec.output.HasField("top_logprobs"),
-        top_logprobs=check.integer(spec.output, "top_logprobs", "spec.output", None, 0, MAX_TOP_LOGPROBS),
-        decode_mode=int(spec.decode_mode),
-        max_tokens=max_tokens,
-        max_queue_s=check.span(spec.limits, "max_queue_time", "spec.limits", limits.default_queue_s),
-        max_duration_s=check.span(spec.limits, "max_duration", "spec.limits", None),
-        priority=check.integer(spec, "priority", "spec", 0, -100, 100) or 0,
-    )
+    check = Checker()
+    check.request_id(spec.request_id, "spec.request_id")
+    check.digest(spec.expected_digest, "spec.expected_digest")
+    check.decode_mode(spec.decode_mode, "spec.decode_mode")
+    prompt = _prompt(check, spec, "spec.", limits)
+    choices = _choices(check, spec, "spec.", limits)
+    priority = check.integer(spec, "priority", "spec", 0, -100, 100) or 0
     check.integer(spec, "num_outputs", "spec", 1, 1, _MAX_OUTPUTS_KNOWN)
     check.raise_if_any()
     _refuse_features(spec)
-    return request
+    return ValidRequest(
+        request_id=spec.request_id,
+        model=spec.model,
+        expected_digest=spec.expected_digest,
+        prompt=prompt,
+        choices=replace(choices, decode_mode=int(spec.decode_mode), priority=priority),
+    )
+
+
+def validate_prompt(message: slot_service_pb2.PrefillRequest, limits: RequestLimits) -> PromptInput:
+    """Check the prompt of a Prefill. Raises as `validate`."""
+    check = Checker()
+    prompt = _prompt(check, message, "", limits)
+    check.raise_if_any()
+    _refuse_cache(message.cache, "")
+    return prompt
+
+
+def validate_decode(
+    request_id: str, options: Mapping[str, slot_service_pb2.DecodeOptions], limits: RequestLimits
+) -> list[DecodeChoices]:
+    """Check a decode of slots: `options` by the path of each in the request, with its dot. Raises as `validate`."""
+    check = Checker()
+    check.request_id(request_id, "request_id")
+    choices = [_choices(check, message, path, limits) for path, message in options.items()]
+    check.raise_if_any()
+    for path, message in options.items():
+        _refuse_constraint(message.constraint, path)
+    return choices
+
+
+def _prompt(check: Checker, message: Any, path: str, limits: RequestLimits) -> PromptInput:
+    chat = None
+    token_ids: tuple[int, ...] | None = None
+    match message.WhichOneof("input"):
+        case "chat":
+            chat = _conversation(check, message.chat, f"{path}chat", limits.max_chat_messages)
+        case "token_ids":
+            token_ids = tuple(message.token_ids.ids)
+            if not token_ids:
+                check.refuse(f"{path}token_ids.ids", "expected at least one token id")
+            check.token_ids(token_ids, f"{path}token_ids.ids", limits.num_head_rows)
+        case "text":
+            pass
+        case _:
+            check.refuse(f"{path}input", "expected one of text, token_ids and chat")
+    options = message.text_options
+    return PromptInput(
+        text=message.text if message.WhichOneof("input") == "text" else None,
+        token_ids=token_ids,
+        chat=chat,
+        add_special_tokens=options.add_special_tokens if options.HasField("add_special_tokens") else None,
+        parse_special=options.parse_special,
+    )
+
+
+def _choices(check: Checker, message: Any, path: str, limits: RequestLimits) -> DecodeChoices:
+    """What a GenerationSpec and a DecodeOptions have in common."""
+    sampling, stop, output, bounds = message.sampling, message.stop, message.output, message.limits
+    at = {name: f"{path}{name}" for name in ("sampling", "stop", "output", "limits")}
+    top_k = check.integer(sampling, "top_k", at["sampling"], 0, 0, 2**63 - 1) or 0
+    max_tokens = check.integer(bounds, "max_tokens", at["limits"], limits.default_max_tokens, 1, _MAX_TOKENS)
+    min_high = max_tokens if max_tokens is not None else _MAX_TOKENS
+    return DecodeChoices(
+        temperature=check.number(sampling, "temperature", at["sampling"], 0.0, 0.0, 100.0),
+        top_k=0 if top_k >= limits.num_head_rows else top_k,
+        top_p=check.number(sampling, "top_p", at["sampling"], 1.0, 0.0, 1.0),
+        min_p=check.number(sampling, "min_p", at["sampling"], 0.0, 0.0, 1.0),
+        repetition_penalty=check.number(sampling, "repetition_penalty", at["sampling"], 1.0, 0.0, 100.0, open_low=True),
+        frequency_penalty=check.number(sampling, "frequency_penalty", at["sampling"], 0.0, -100.0, 100.0),
+        presence_penalty=check.number(sampling, "presence_penalty", at["sampling"], 0.0, -100.0, 100.0),
+        logit_bias=_logit_bias(check, sampling, at["sampling"], limits.num_head_rows),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        stop_strings=_stop_strings(check, stop, at["stop"]),
+        stop_token_ids=_stop_tokens(check, stop, at["stop"], limits.num_head_rows),
+        ignore_eos=stop.ignore_eos,
+        min_tokens=check.integer(stop, "min_tokens", at["stop"], 0, 0, min_high) or 0,
+        wants_tokens=output.token_ids or output.HasField("top_logprobs"),
+        top_logprobs=check.integer(output, "top_logprobs", at["output"], None, 0, MAX_TOP_LOGPROBS),
+        max_tokens=max_tokens,
+        max_queue_s=check.span(bounds, "max_queue_time", at["limits"], limits.default_queue_s),
+        max_duration_s=check.span(bounds, "max_duration", at["limits"], None),
+    )
 
 
 def validate_chat(chat: chat_pb2.Chat, max_messages: int) -> Conversation:
     """Check a conversation on its own. Raises InvalidFieldError."""
-    check = _Checker()
+    check = Checker()
     conversation = _conversation(check, chat, "chat", max_messages)
     check.raise_if_any()
     return conversation
@@ -257,7 +340,7 @@ def validate_chat(chat: chat_pb2.Chat, max_messages: int) -> Conversation:
 
 def validate_token_ids(ids: Sequence[int], path: str, num_head_rows: int) -> list[int]:
     """Check ids on their own. Raises InvalidFieldError with the position of the first that is wrong."""
-    check = _Checker()
+    check = Checker()
     check.token_ids(ids, path, num_head_rows)
     check.raise_if_any()
     return list(ids)
@@ -269,22 +352,30 @@ def _or(message: Any, name: str, default: bool) -> bool:
 
 def _refuse_features(spec: generation_service_pb2.GenerationSpec) -> None:
     """Refuse what this build does not offer: honoured or refused, never ignored."""
-    if spec.constraint.WhichOneof("kind") is not None:
-        raise _absent("constraint", "leave spec.constraint unset")
+    _refuse_constraint(spec.constraint, "spec.")
     if spec.HasField("slot"):
-        raise _absent("slot", "leave spec.slot unset: any free slot is taken")
+        raise _absent("spec.slot", "leave spec.slot unset: any free slot is taken")
     if spec.num_outputs > MAX_OUTPUTS:
-        raise _absent("num_outputs", "send one request for each output")
-    if spec.cache.salt or spec.cache.bypass:
-        raise _absent("cache", "leave spec.cache unset")
+        raise _absent("spec.num_outputs", "send one request for each output")
+    _refuse_cache(spec.cache, "spec.")
+
+
+def _refuse_constraint(constraint: sampling_pb2.Constraint, path: str) -> None:
+    if constraint.WhichOneof("kind") is not None:
+        raise _absent(f"{path}constraint", "leave it unset")
+
+
+def _refuse_cache(cache: sampling_pb2.CacheOptions, path: str) -> None:
+    if cache.salt or cache.bypass:
+        raise _absent(f"{path}cache", "leave it unset")
 
 
 def _absent(name: str, remedy: str) -> ServiceError:
-    return not_implemented(f"spec.{name}", remedy, f"spec.{name}")
+    return not_implemented(name, remedy, name)
 
 
-def _logit_bias(check: _Checker, sampling: sampling_pb2.SamplingParams, num_rows: int) -> dict[int, float]:
-    path = "spec.sampling.logit_bias"
+def _logit_bias(check: Checker, sampling: sampling_pb2.SamplingParams, within: str, num_rows: int) -> dict[int, float]:
+    path = f"{within}.logit_bias"
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         check.refuse(path, f"expected at most {MAX_LOGIT_BIAS} entries, found {len(sampling.logit_bias)}")
         return {}
@@ -296,8 +387,8 @@ def _logit_bias(check: _Checker, sampling: sampling_pb2.SamplingParams, num_rows
     return dict(sampling.logit_bias)
 
 
-def _stop_strings(check: _Checker, stop: sampling_pb2.StopOptions) -> tuple[str, ...]:
-    path = "spec.stop.strings"
+def _stop_strings(check: Checker, stop: sampling_pb2.StopOptions, within: str) -> tuple[str, ...]:
+    path = f"{within}.strings"
     if len(stop.strings) > MAX_STOP_STRINGS:
         check.refuse(path, f"expected at most {MAX_STOP_STRINGS}, found {len(stop.strings)}")
         return ()
@@ -308,8 +399,8 @@ def _stop_strings(check: _Checker, stop: sampling_pb2.StopOptions) -> tuple[str,
     return tuple(stop.strings)
 
 
-def _stop_tokens(check: _Checker, stop: sampling_pb2.StopOptions, num_rows: int) -> tuple[int, ...]:
-    path = "spec.stop.token_ids"
+def _stop_tokens(check: Checker, stop: sampling_pb2.StopOptions, within: str, num_rows: int) -> tuple[int, ...]:
+    path = f"{within}.token_ids"
     if len(stop.token_ids) > MAX_STOP_TOKENS:
         check.refuse(path, f"expected at most {MAX_STOP_TOKENS}, found {len(stop.token_ids)}")
         return ()
@@ -317,7 +408,7 @@ def _stop_tokens(check: _Checker, stop: sampling_pb2.StopOptions, num_rows: int)
     return tuple(stop.token_ids)
 
 
-def _conversation(check: _Checker, chat: chat_pb2.Chat, path: str, max_messages: int) -> Conversation:
+def _conversation(check: Checker, chat: chat_pb2.Chat, path: str, max_messages: int) -> Conversation:
     if not 1 <= len(chat.messages) <= max_messages:
         check.refuse(f"{path}.messages", f"expected 1 to {max_messages} messages, found {len(chat.messages)}")
         return Conversation([])
@@ -332,7 +423,7 @@ def _conversation(check: _Checker, chat: chat_pb2.Chat, path: str, max_messages:
     return Conversation(messages, tools or [], arguments, _or(chat, "add_generation_prompt", True))
 
 
-def _message(check: _Checker, message: chat_pb2.ChatMessage, path: str) -> dict[str, Any]:
+def _message(check: Checker, message: chat_pb2.ChatMessage, path: str) -> dict[str, Any]:
     if not _ROLE.fullmatch(message.role):
         check.refuse(f"{path}.role", "expected a letter, then at most 63 of A-Z a-z 0-9 _ . -")
     for index, part in enumerate(message.parts):
@@ -352,7 +443,7 @@ def _message(check: _Checker, message: chat_pb2.ChatMessage, path: str) -> dict[
     return values
 
 
-def _tool_call(check: _Checker, call: chat_pb2.ToolCall, path: str) -> dict[str, Any]:
+def _tool_call(check: Checker, call: chat_pb2.ToolCall, path: str) -> dict[str, Any]:
     if not call.name:
         check.refuse(f"{path}.name", "expected the function's name, found nothing")
     arguments = check.json(call.arguments_json, f"{path}.arguments_json", dict, "a JSON object")

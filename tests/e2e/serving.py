@@ -24,16 +24,15 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -
             await asyncio.sleep(0.002)
 
 
-def stats(server: Server) -> EngineStats:
-    """What the engine says of itself now."""
-    assert server.served.engine is not None
-    return server.served.engine.stats()
+def stats(server: Server, model: str = "") -> EngineStats:
+    """What an engine says of itself now; "" is the only one."""
+    return server.served.get(model).engine.stats()
 
 
 def is_idle(server: Server) -> bool:
     """Slots, KV blocks, queue and calls are back at their baseline."""
-    now = stats(server)
-    is_empty = not (now.num_running or now.num_waiting or now.slots_used or now.blocks_used)
+    every = server.served.roster.stats().values()
+    is_empty = not any(now.num_running or now.num_waiting or now.slots_used or now.blocks_used for now in every)
     return is_empty and server.gate.num_calls == 0 and len(server.served.generations) == 0
 
 

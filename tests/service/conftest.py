@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,27 @@ def model_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(engine: FakeEngine, model_file: Path, tmp_path: Path) -> Serve:
-    """Start a server with other settings than the usual ones; `info` changes the model file."""
+    """Start a server with other settings than the usual ones; `info` changes the model file.
+
+    `others` are the engines that CreateEngine makes, by name; an exception in the place of one is what its load raises.
+    """
 
     @contextlib.asynccontextmanager
     async def start(
-        info: dict[str, Any] | None = None, token: str | None = None, **settings: object
+        info: dict[str, Any] | None = None,
+        token: str | None = None,
+        others: Mapping[str, FakeEngine | Exception] | None = None,
+        **settings: object,
     ) -> AsyncIterator[tuple[Server, AsyncClient]]:
         listen = f"unix:{tmp_path}/s/x.sock"
         config = load_config(model_file, {"listen": [listen], **settings})
 
-        def load(_: ServeConfig) -> tuple[Model, FakeEngine]:
-            return Model(FakeModel(model_file, **(info or {}))), engine
+        def load(config: ServeConfig) -> tuple[Model, FakeEngine]:
+            made = (others or {}).get(config.model_name, engine)
+            if isinstance(made, Exception):
+                raise made
+            made.config = config
+            return Model(FakeModel(config.model, **(info or {}))), made
 
         async with (
             running(config, loader=load) as server,

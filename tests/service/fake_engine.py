@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cyengine.errors import EngineFailedError, InvalidArgumentError, PromptTooLongError, QueueFullError
+from cyengine.errors import (
+    EngineFailedError,
+    InvalidArgumentError,
+    PromptTooLongError,
+    QueueFullError,
+    UnimplementedError,
+)
 from cyengine.types import (
     AcceptedEvent,
     Candidate,
@@ -30,6 +36,7 @@ from cyengine.types import (
     Plan,
     PrefillEvent,
     Request,
+    Slot,
     SlotInfo,
     Status,
     TensorInfo,
@@ -114,6 +121,7 @@ class FakeEngine:
         submitted: what came, by id.
         cancelled: ids in the order they were cancelled.
         heartbeat_age_s, has_failed: what the statistics say.
+        config: what it was made with, where a server made it.
         max_queue: requests beyond this get QUEUE_FULL.
     """
 
@@ -127,6 +135,7 @@ class FakeEngine:
     cancelled: list[int] = field(default_factory=list)
     is_draining: bool = False
     is_closed: bool = False
+    config: Any = None
 
     def __post_init__(self) -> None:
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -188,6 +197,32 @@ class FakeEngine:
 
     def slots(self) -> list[SlotInfo]:
         return []
+
+    def slot(self, index: int) -> SlotInfo:
+        raise self._no_slots()
+
+    def acquire(
+        self, decode_mode: DecodeMode = DecodeMode.AUTO, *, lease_s: float = 60.0, slot: int | None = None
+    ) -> Slot:
+        raise self._no_slots()
+
+    def renew(self, slot: Slot, lease_s: float = 60.0) -> SlotInfo:
+        raise self._no_slots()
+
+    def release(self, slot: Slot) -> SlotInfo:
+        raise self._no_slots()
+
+    def submit_prefill(self, slot: Slot, token_ids: Sequence[int], *, max_duration_s: float = 0.0) -> int:
+        raise self._no_slots()
+
+    def submit_decode_slot(self, slot: Slot, request: Request) -> int:
+        raise self._no_slots()
+
+    def submit_decode_batch(self, entries: Sequence[tuple[Slot, Request]]) -> list[int]:
+        raise self._no_slots()
+
+    def _no_slots(self) -> Exception:
+        return UnimplementedError("slots are tested with the real engine, in tests/e2e/test_slots.py")
 
     def close(self) -> None:
         if not self.is_closed:

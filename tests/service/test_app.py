@@ -22,6 +22,7 @@ from xllm_service.app import Server, StartError
 from xllm_service.config import ServeConfig, load_config
 from xllm_service.engine import Model
 from xllm_service.errors import Reason, ServiceError
+from xllm_service.servicers.roster import Loader
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def config(tmp_path: Path, model_file: Path) -> ServeConfig:
     return load_config(model_file, {"listen": [f"unix:{tmp_path}/s/x.sock"], "drain_grace": 20})
 
 
-def loader(model_file: Path, engine: FakeEngine) -> app.Loader:
+def loader(model_file: Path, engine: FakeEngine) -> Loader:
     return lambda _: (Model(FakeModel(model_file)), engine)
 
 

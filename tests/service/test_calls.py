@@ -39,11 +39,8 @@ METHODS = [
     for method in service.methods
 ]
 UNSERVED = [
-    "/xllm.v1.GenerationService/EstimateGeneration",
-    "/xllm.v1.AdminService/CreateEngine",
-    "/xllm.v1.AdminService/DestroyEngine",
-    "/xllm.v1.AdminService/Drain",
-    *(method for method in METHODS if "SlotService" in method),
+    "/xllm.v1.SlotService/WatchSlots",
+    "/xllm.v1.SlotService/ForkSlot",
 ]
 
 
@@ -98,9 +95,10 @@ async def test_what_is_not_served_says_so(client: AsyncClient, method: str) -> N
 
 
 async def test_an_unserved_method_names_itself(client: AsyncClient) -> None:
-    with pytest.raises(UnimplementedError) as caught:
-        await client.estimate("x")
-    assert caught.value.metadata["feature"] == "EstimateGeneration"
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.slots.WatchSlots(slot_service_pb2.WatchSlotsRequest()).read()
+    refused = from_rpc_error(caught.value, "")
+    assert isinstance(refused, UnimplementedError)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +167,7 @@ async def test_reflection_lists_and_describes_every_service(client: AsyncClient,
         "xllm.v1.AdminService",
         "xllm.v1.GenerationService",
         "xllm.v1.ModelService",
+        "xllm.v1.SlotService",
     ]
     for name in names:
         described = await reflect(client, method, file_containing_symbol=name)
@@ -234,7 +233,7 @@ async def test_models_tell_what_they_are(client: AsyncClient, server: Server) ->
     assert (model.shape.rope_theta, model.shape.rope_dim) == (5e5, 4)
     assert [entry.key for entry in model.metadata] == ["general.architecture", "fake.rope.freq_base"]
     assert not (await client.get_model()).metadata
-    await eventually(lambda: server.served.engine and server.served.engine.model.digest.value)
+    await eventually(lambda: server.served.get_model("").digest.value)
     assert (await client.models())[0].digest.startswith("sha256:")
 
 
@@ -245,7 +244,9 @@ async def test_server_info_has_the_limits_in_force(client: AsyncClient, server: 
     assert info.limits.max_stop_strings == 16 and info.limits.max_top_logprobs == 20
     assert not info.limits.HasField("default_max_tokens")
     assert admin_service_pb2.CAPABILITY_DECODE_BATCHED in info.capabilities
-    assert admin_service_pb2.CAPABILITY_SLOTS not in info.capabilities
+    assert admin_service_pb2.CAPABILITY_SLOTS in info.capabilities
+    assert admin_service_pb2.CAPABILITY_FORK_SLOT not in info.capabilities
+    assert info.limits.max_lease.ToTimedelta().total_seconds() == server.config.max_lease
     assert list(info.models) == ["fake"] and not info.is_draining
 
 

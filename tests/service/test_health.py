@@ -42,14 +42,17 @@ async def test_an_unknown_name_is_not_found_and_can_be_watched(client: AsyncClie
     watch.cancel()
 
 
-async def test_every_watcher_sees_every_change_whoever_leaves(client: AsyncClient, server: Server) -> None:
+async def test_every_watcher_sees_every_change_whoever_leaves(
+    client: AsyncClient, server: Server, engine: FakeEngine
+) -> None:
     watches = [stub(client).Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
     assert [(await watch.read()).status for watch in watches] == [SERVING] * 3
     watches[0].cancel()
     with pytest.raises(asyncio.CancelledError):
         await watches[0].read()
-    for serving, status in ((False, NOT_SERVING), (True, SERVING)):
-        server.health.set_serving(serving)
+    for has_failed, status in ((True, NOT_SERVING), (False, SERVING)):
+        engine.has_failed = has_failed
+        server.health.look()
         assert [(await watch.read()).status for watch in watches[1:]] == [status] * 2
     for watch in watches[1:]:
         watch.cancel()

@@ -9,16 +9,16 @@ import pytest
 
 from xllm_client.v1 import chat_pb2, generation_service_pb2
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
-from xllm_service.validation import RequestLimits, ValidRequest, validate, validate_chat
+from xllm_service.validation import DecodeChoices, RequestLimits, validate, validate_chat
 
 LIMITS = RequestLimits(num_head_rows=100)
 INF, NAN = float("inf"), float("nan")
 USER = {"role": "user", "parts": [{"text": "hi"}]}
 
 
-def check(server: RequestLimits = LIMITS, /, **fields: Any) -> ValidRequest:
+def check(server: RequestLimits = LIMITS, /, **fields: Any) -> DecodeChoices:
     fields.setdefault("text", "x")
-    return validate(generation_service_pb2.GenerationSpec(**fields), server)
+    return validate(generation_service_pb2.GenerationSpec(**fields), server).choices
 
 
 def test_what_is_not_set_has_its_neutral_default() -> None:
@@ -26,7 +26,9 @@ def test_what_is_not_set_has_its_neutral_default() -> None:
     assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0, 0, 1, 0)
     assert (request.repetition_penalty, request.frequency_penalty, request.presence_penalty) == (1, 0, 0)
     assert (request.seed, request.max_tokens, request.min_tokens, request.top_logprobs) == (None, None, 0, None)
-    assert (request.add_special_tokens, request.parse_special, request.wants_tokens) == (True, False, False)
+    assert not request.wants_tokens
+    prompt = validate(generation_service_pb2.GenerationSpec(text="x"), LIMITS).prompt
+    assert (prompt.add_special_tokens, prompt.parse_special) == (None, False)
     assert (request.max_queue_s, request.max_duration_s, request.priority) == (None, None, 0)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "ModelNameError",
     "Report",
     "cache_folder",
+    "cached_model",
     "pull_model",
     "resolve_model",
 ]
@@ -39,6 +40,14 @@ def resolve_model(text: str, report: Report = no_report) -> Path:
         return store.cached(CATALOGUE[text]) or pull_model(text, report=report)
     name = _hub_name(text)
     return hub.cached(name) or hub.fetch(name)
+
+
+def cached_model(text: str) -> Path | None:
+    """Return the file of a name that was fetched before; None for any other text, a path too."""
+    if text in CATALOGUE:
+        return store.cached(CATALOGUE[text])
+    name = hub.HubName.parse(text)
+    return hub.cached(name) if name is not None else None
 
 
 def pull_model(text: str, *, verify: bool = False, report: Report = no_report) -> Path:

@@ -10,6 +10,7 @@ from xllm_client.v1 import model_service_pb2, model_service_pb2_grpc
 from xllm_service import convert
 from xllm_service.engine import AsyncEngine, Model
 from xllm_service.errors import ServiceError
+from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.validation import validate_chat, validate_token_ids
 
@@ -28,20 +29,16 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         self, request: model_service_pb2.ListModelsRequest, context: Any
     ) -> model_service_pb2.ListModelsResponse:
         """The models served, in short."""
-        if self._served.engine is None:
-            loading = model_service_pb2.ModelSummary(
-                name=self._served.name, state=model_service_pb2.MODEL_STATE_LOADING
-            )
-            return model_service_pb2.ListModelsResponse(models=[loading])
-        return model_service_pb2.ListModelsResponse(models=[self._summary(self._served.engine)])
+        is_draining = self._served.is_draining
+        models = [summary(hosted, is_draining) for hosted in self._served.roster]
+        return model_service_pb2.ListModelsResponse(models=models)
 
     async def GetModel(
         self, request: model_service_pb2.GetModelRequest, context: Any
     ) -> model_service_pb2.GetModelResponse:
         """Everything known about one model."""
-        engine = self._served.get_engine(request.model)
-        model = await asyncio.to_thread(_describe, engine, request.include_metadata)
-        model.summary.CopyFrom(self._summary(engine))
+        hosted = self._served.get(request.model)
+        model = await describe(hosted, self._served.is_draining, include_metadata=request.include_metadata)
         return model_service_pb2.GetModelResponse(model=model)
 
     async def Tokenize(
@@ -95,26 +92,38 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
 
         return await asyncio.to_thread(render)
 
-    def _summary(self, engine: AsyncEngine) -> model_service_pb2.ModelSummary:
-        info = engine.model.info
-        if engine.problem():
-            state = model_service_pb2.MODEL_STATE_FAILED
-        elif self._served.is_draining:
-            state = model_service_pb2.MODEL_STATE_DRAINING
-        else:
-            state = model_service_pb2.MODEL_STATE_READY
-        return model_service_pb2.ModelSummary(
-            name=self._served.name,
-            state=state,
-            digest=engine.model.digest.value,
-            architecture=info.architecture,
-            display_name=info.name,
-            decode_mode=convert.decode_mode(int(engine.info.decode_mode)),
-            size_bytes=info.file_bytes,
-            num_parameters=info.num_params,
-            context_length=info.context_length,
-            max_seq_len=engine.info.max_seq_len,
-        )
+
+def summary(hosted: Hosted, is_draining: bool) -> model_service_pb2.ModelSummary:
+    """Return a model in short; of one that is still loading, its name."""
+    if not hosted.is_loaded:
+        return model_service_pb2.ModelSummary(name=hosted.name, state=model_service_pb2.MODEL_STATE_LOADING)
+    engine = hosted.engine
+    info = engine.model.info
+    if engine.problem():
+        state = model_service_pb2.MODEL_STATE_FAILED
+    elif is_draining or hosted.is_ending:
+        state = model_service_pb2.MODEL_STATE_DRAINING
+    else:
+        state = model_service_pb2.MODEL_STATE_READY
+    return model_service_pb2.ModelSummary(
+        name=hosted.name,
+        state=state,
+        digest=engine.model.digest.value,
+        architecture=info.architecture,
+        display_name=info.name,
+        decode_mode=convert.decode_mode(int(engine.info.decode_mode)),
+        size_bytes=info.file_bytes,
+        num_parameters=info.num_params,
+        context_length=info.context_length,
+        max_seq_len=engine.info.max_seq_len,
+    )
+
+
+async def describe(hosted: Hosted, is_draining: bool, *, include_metadata: bool = False) -> model_service_pb2.Model:
+    """Return everything known about a loaded model."""
+    model = await asyncio.to_thread(_describe, hosted.engine, include_metadata)
+    model.summary.CopyFrom(summary(hosted, is_draining))
+    return model
 
 
 def _describe(engine: AsyncEngine, include_metadata: bool) -> model_service_pb2.Model:

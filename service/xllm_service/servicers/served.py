@@ -1,4 +1,4 @@
-"""What the servicers share: the server's model and engine, its phase, its settings."""
+"""What the servicers share: the server's engines, its phase, its settings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from xllm_service.admission import Gate, LiveGenerations, Phase
 from xllm_service.config import ServeConfig
-from xllm_service.engine import AsyncEngine, Model
+from xllm_service.engine import Model
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.metrics import Metrics
+from xllm_service.servicers.draining import Draining
+from xllm_service.servicers.roster import Hosted, Loader, Roster
 from xllm_service.validation import RequestLimits
 
 # Counts up with each addition to xllm.v1; see protos/README.md.
@@ -21,41 +23,37 @@ class Served:
     """A server's insides.
 
     Attributes:
-        engine: None until the model is loaded.
+        roster: the engines, by the names that calls use.
+        generations: every call that computes something, on any engine.
+        draining: how the server stops taking work.
     """
 
     config: ServeConfig
     gate: Gate
     metrics: Metrics
-    engine: AsyncEngine | None = None
+    loader: Loader
     generations: LiveGenerations = field(default_factory=LiveGenerations)
     start_time: float = field(default_factory=time.time)
 
-    @property
-    def name(self) -> str:
-        """The name that calls use for the model."""
-        return self.config.model_name
+    def __post_init__(self) -> None:
+        self.roster = Roster(self.config, self.loader, self.generations)
+        self.draining = Draining(self.gate, self.generations, self.config.drain_grace)
 
     @property
     def is_draining(self) -> bool:
         """No new work is taken."""
         return self.gate.phase is Phase.DRAINING
 
-    def get_engine(self, model: str) -> AsyncEngine:
-        """Return the engine that a call means; "" is the only one. Raises MODEL_NOT_FOUND, LOADING."""
-        if model not in ("", self.name):
-            raise ServiceError(
-                Reason.MODEL_NOT_FOUND,
-                f"no model {model!r} is served here; {self.name} is",
-                resource=("xllm.v1.Model", model),
-            )
-        if self.engine is None:
-            raise ServiceError(Reason.LOADING, "the model is still loading; try again in a moment")
-        return self.engine
+    def get(self, model: str, field: str = "model") -> Hosted:
+        """Return the engine that a call means; "" is the only one.
+
+        Raises MODEL_NOT_FOUND, LOADING, DRAINING; INVALID_FIELD on `field` for "" where there are several.
+        """
+        return self.roster.get(model, field)
 
     def get_model(self, model: str) -> Model:
-        """Return the model that a call means. Raises as get_engine."""
-        return self.get_engine(model).model
+        """Return the model that a call means. Raises as get."""
+        return self.get(model).engine.model
 
     def limits(self, model: Model) -> RequestLimits:
         """What requests to a model may ask for."""
@@ -65,3 +63,8 @@ class Served:
             default_queue_s=self.config.default_queue_time or None,
             max_chat_messages=self.config.max_chat_messages,
         )
+
+    def refuse_when_draining(self) -> None:
+        """Raise DRAINING when no work is taken any more, also while the first model is still loading."""
+        if self.is_draining:
+            raise ServiceError(Reason.DRAINING, "the server is about to stop and takes no new work")

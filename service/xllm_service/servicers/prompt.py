@@ -1,0 +1,73 @@
+"""From a prompt, in whatever form it came, to token ids; and whether the model is the one that is meant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from xllm_service.engine import Model
+from xllm_service.errors import InvalidFieldError, Reason, ServiceError
+from xllm_service.validation import PromptInput
+
+_LONG_TEXT = 4096  # characters; longer text is read in a worker thread
+
+
+async def check_digest(model: Model, expected: str) -> None:
+    """Raise MODEL_DIGEST_MISMATCH for another model; waits where its digest is not known yet."""
+    if not expected:
+        return
+    actual = model.digest.value or await asyncio.to_thread(model.digest.wait)
+    if actual != expected:
+        raise ServiceError(
+            Reason.MODEL_DIGEST_MISMATCH,
+            f"the model served is {actual}, not {expected}",
+            metadata={"expected": expected, "actual": actual},
+        )
+
+
+async def prompt_ids(model: Model, prompt: PromptInput, path: str, *, add_special: bool = True) -> Sequence[int]:
+    """Return the token ids of a prompt; long work goes to a worker thread.
+
+    Args:
+        model: whose tokenizer and chat template read it.
+        prompt: what was checked.
+        path: of the message that holds the prompt, for errors: "spec.", or nothing.
+        add_special: for a text that does not say.
+
+    Raises:
+        ServiceError: NO_TOKENIZER, NO_CHAT_TEMPLATE, TEMPLATE_REFUSED; INVALID_FIELD where there is no token at all.
+    """
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    chat = prompt.chat
+    if chat is not None:
+
+        def read_chat() -> list[int]:
+            pieces = model.render(
+                chat.messages,
+                tools=chat.tools,
+                add_generation_prompt=chat.add_generation_prompt,
+                arguments=chat.arguments,
+            )
+            model.check_tokenizer()
+            return model.encode_pieces(pieces)
+
+        try:
+            ids = await asyncio.to_thread(read_chat)
+        except ServiceError as error:
+            if error.reason is Reason.TEMPLATE_REFUSED:
+                error.field = f"{path}{error.field}"
+            raise
+    else:
+        text = prompt.text or ""
+        add = add_special if prompt.add_special_tokens is None else prompt.add_special_tokens
+
+        def read_text() -> list[int]:
+            model.check_tokenizer()
+            return model.encode(text, add_special=add, parse_special=prompt.parse_special)
+
+        ids = await asyncio.to_thread(read_text) if len(text) > _LONG_TEXT else read_text()
+    if not ids:
+        name = "chat" if chat is not None else "text"
+        raise InvalidFieldError([(f"{path}{name}", "gives no token at all; a prompt needs at least one")])
+    return ids
