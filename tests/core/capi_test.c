@@ -231,12 +231,9 @@ static void test_wrong_arguments(xllm_model *model) {
 }
 
 /* One private request to its end; returns how many tokens came. */
-static size_t run(xllm_engine *engine, const xllm_request *request, int32_t *tokens,
-                  xllm_event *finished) {
-  uint64_t id = 0;
+static size_t take_answer(xllm_engine *engine, uint64_t id, int32_t *tokens, xllm_event *finished) {
   size_t num_tokens = 0;
   memset(finished, 0, sizeof *finished);
-  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_submit(engine, request, &id, &err));
   for (int is_done = 0; !is_done && num_failures == 0;) {
     xllm_events *events = NULL;
     CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_take_events(engine, id, 20, &events, &err));
@@ -260,6 +257,83 @@ static size_t run(xllm_engine *engine, const xllm_request *request, int32_t *tok
     xllm_events_destroy(events);
   }
   return num_tokens;
+}
+
+static size_t run(xllm_engine *engine, const xllm_request *request, int32_t *tokens,
+                  xllm_event *finished) {
+  uint64_t id = 0;
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_submit(engine, request, &id, &err));
+  return take_answer(engine, id, tokens, finished);
+}
+
+/* Acquire, prefill, decode, renew, release. first: what the engine says to this prompt of 20. */
+static void test_slots(xllm_engine *engine, const int32_t *prompt, const int32_t *first) {
+  xllm_slot_info slot;
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_acquire(engine, NULL, NULL, &err));
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_acquire(engine, NULL, &slot, &err));
+  CHECK(slot.state == XLLM_SLOT_ACQUIRED && slot.decode_mode == XLLM_DECODE_MODE_BATCHED);
+  CHECK(slot.is_acquired == 1 && slot.lease_left_s == 60 && slot.num_blocks == 0);
+  const xllm_slot_ref ref = {slot.slot, slot.epoch};
+  xllm_acquire_options wanted;
+  xllm_acquire_options_init(&wanted);
+  wanted.slot = slot.slot;
+  CHECK_STATUS(XLLM_STATUS_NO_FREE_SLOT, xllm_engine_acquire(engine, &wanted, &slot, &err));
+  wanted.slot = -1;
+  wanted.decode_mode = XLLM_DECODE_MODE_PER_SLOT;
+  CHECK_STATUS(XLLM_STATUS_DECODE_MODE_MISMATCH, xllm_engine_acquire(engine, &wanted, &slot, &err));
+  CHECK(strstr(err.details, "call=xllm_engine_acquire\n") != NULL);
+
+  uint64_t id = 0;
+  xllm_event finished;
+  int32_t tokens[64];
+  xllm_prefill_options fill;
+  xllm_prefill_options_init(&fill);
+  fill.delivery = XLLM_DELIVERY_PRIVATE;
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_prefill(engine, ref, &fill, &id, &err));
+  fill.prompt = prompt;
+  fill.num_prompt = (size_t)1 << 60;
+  CHECK_STATUS(XLLM_STATUS_PROMPT_TOO_LONG, xllm_engine_prefill(engine, ref, &fill, &id, &err));
+  fill.num_prompt = 20;
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_prefill(engine, ref, &fill, &id, &err));
+  CHECK(take_answer(engine, id, tokens, &finished) == 0);
+  CHECK(finished.status == XLLM_STATUS_OK && finished.finish_reason == XLLM_FINISH_PREFILLED);
+  CHECK(finished.num_prompt_tokens == 20 && finished.num_generated_tokens == 0);
+
+  xllm_sampling_params greedy;
+  xllm_sampling_params_init(&greedy);
+  float logits[48];
+  CHECK_STATUS(XLLM_STATUS_DECODE_MODE_MISMATCH,
+               xllm_engine_decode_step_slot(engine, ref, &greedy, tokens, NULL, &err));
+  CHECK_STATUS(XLLM_STATUS_OK,
+               xllm_engine_decode_step_batch(engine, &ref, &greedy, 1, tokens, logits, &err));
+  CHECK(tokens[0] == first[0]);
+  int best = 0;
+  for (int i = 1; i < 48; ++i) best = logits[i] > logits[best] ? i : best;
+  CHECK(best == first[0]);
+  xllm_request how;
+  xllm_request_init(&how);
+  how.delivery = XLLM_DELIVERY_PRIVATE;
+  how.max_tokens = 4;
+  how.num_logprobs = 2;
+  how.ignore_eos = 1;
+  CHECK_STATUS(XLLM_STATUS_DECODE_MODE_MISMATCH,
+               xllm_engine_decode_slot(engine, ref, &how, &id, &err));
+  CHECK(strstr(err.details, "slot_mode=BATCHED\n") != NULL);
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT,
+               xllm_engine_decode_batch(engine, &ref, &how, 0, &id, &err));
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT,
+               xllm_engine_decode_batch(engine, &ref, &how, (size_t)1 << 60, &id, &err));
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_decode_batch(engine, &ref, &how, 1, &id, &err));
+  CHECK(take_answer(engine, id, tokens, &finished) == 4);
+  CHECK(memcmp(tokens, first + 1, 4 * sizeof first[0]) == 0);
+  CHECK(xllm_engine_get_slot(engine, ref.slot, &slot) == 1);
+  CHECK(slot.state == XLLM_SLOT_READY && slot.num_tokens == 25 && slot.num_blocks == 2);
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_renew(engine, ref, 5, &slot, &err));
+  CHECK(slot.lease_left_s == 5);
+  const xllm_slot_ref stale = {ref.slot, ref.epoch - 1};
+  CHECK_STATUS(XLLM_STATUS_STALE_EPOCH, xllm_engine_renew(engine, stale, 5, NULL, &err));
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_release(engine, ref, NULL, &err));
+  CHECK_STATUS(XLLM_STATUS_STALE_EPOCH, xllm_engine_release(engine, ref, NULL, &err));
 }
 
 static void test_engine(xllm_model *model) {
@@ -372,6 +446,7 @@ static void test_engine(xllm_model *model) {
   CHECK(xllm_engine_get_slot(engine, 0, &slot) == 1 && slot.state == XLLM_SLOT_FREE);
   CHECK(slot.epoch == 4);
   CHECK(xllm_engine_get_slot(engine, 2, &slot) == 0);
+  test_slots(engine, prompt, first);
   xllm_engine_drain(engine);
   CHECK_STATUS(XLLM_STATUS_DRAINING, xllm_engine_submit(engine, &request, &id, &err));
   xllm_engine_destroy(engine);
