@@ -31,6 +31,9 @@ _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 # `{% generation %}` only marks spans for training masks and renders to nothing.
 _GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
+# Jinja2 reads every kind of line end in a template as \n, and keeps the one after `{% raw %}`; minijinja does neither.
+_LINE_END = re.compile(r"\r\n?")
+_RAW_LINE = re.compile(r"(\{%[-+]?\s*raw\s*%\}\n)")
 
 
 class TemplateUnusableError(Exception):
@@ -61,9 +64,20 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # note: minijinja's own tojson escapes for HTML, which the models were not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _as_jinja2_reads(source: str) -> str:
+    source = _RAW_LINE.sub(r"\1\n", _LINE_END.sub("\n", source))
+    return _GENERATION_TAG.sub(r"{#\1 #}", source)
 
 
 class ChatTemplate:
@@ -104,7 +118,7 @@ class ChatTemplate:
         self._environment.add_global("raise_exception", _raise_exception)
         self._environment.add_global("strftime_now", _strftime_now)
         try:
-            self._environment.add_template("chat", _GENERATION_TAG.sub(r"{#\1 #}", source))
+            self._environment.add_template("chat", _as_jinja2_reads(source))
         except minijinja.TemplateError as error:
             self._problem = f"the model's chat template does not compile: {_first_line(error)}"
 
