@@ -12,6 +12,7 @@
 #include "backend/cpu/choose_kernels.h"
 #include "backend/cpu/dequant.h"
 #include "backend/cpu/host_memory.h"
+#include "backend/cpu/interleave.h"
 #include "backend/cpu/kernels.h"
 #include "base/error.h"
 #include "quant_samples.h"
@@ -168,6 +169,55 @@ TEST_P(DotTest, ARowDoesNotDependOnItsNeighbours) {
   }
 }
 
+// The same product of interleaved rows, every sixteen in their tiles.
+std::vector<float> dot_interleaved(const Kernels &kernels, DType dtype,
+                                   const std::vector<uint8_t> &weights, int rows, int cols,
+                                   const std::vector<ActRow> &acts) {
+  const uint64_t row_bytes = dtype_bytes(dtype, static_cast<uint64_t>(cols));
+  std::vector<uint8_t> tiles(cpu::interleaved_bytes(rows, row_bytes), 0xee);
+  for (int r = 0; r < rows; r += cpu::kInterleavedRows) {
+    const auto at = static_cast<size_t>(r) * row_bytes;
+    cpu::interleave_rows(dtype, weights.data() + at, row_bytes,
+                         std::min(cpu::kInterleavedRows, rows - r), cols, tiles.data() + at);
+  }
+  std::vector<float> out(static_cast<size_t>(rows) * acts.size(), NAN);
+  kernels.tiles[static_cast<int>(dtype)](tiles.data(), row_bytes, rows, acts.data(),
+                                         static_cast<int>(acts.size()), cols, out.data(), rows);
+  return out;
+}
+
+TEST_P(DotTest, InterleavedRowsGiveTheBytesOfTheScalarOne) {
+  const DType dtype = GetParam();
+  const std::vector<const Kernels *> kernels = all_kernels();
+  EXPECT_EQ(kernels[0]->tiles[static_cast<int>(dtype)], nullptr);
+  for (const Kernels *other : kernels) {
+    if (other == kernels[0]) continue;
+    EXPECT_EQ(other->tiles[static_cast<int>(dtype)] != nullptr, cpu::can_interleave(dtype));
+    if (!cpu::can_interleave(dtype)) continue;
+    for (const Sample sample : all_samples()) {
+      for (const int rows : {1, 7, 8, 9, 16, 40}) {
+        const int cols = 768;
+        const std::vector<uint8_t> weights = make_rows(dtype, rows, cols, sample, 3);
+        const ActBatch batch(*kernels[0], 21, cols, 17);
+        for (const int count : {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 21}) {
+          std::vector<ActRow> acts;
+          for (int t = 0; t < count; ++t) acts.push_back(batch.row(t));
+          const std::vector<float> found =
+              dot_interleaved(*other, dtype, weights, rows, cols, acts);
+          for (int t = 0; t < count; ++t) {
+            const std::vector<float> truth =
+                dot_all(*kernels[0], dtype, weights, rows, cols, batch, t, 1);
+            ASSERT_EQ(
+                0, std::memcmp(truth.data(), found.data() + t * rows, truth.size() * sizeof(float)))
+                << other->name << " sample " << static_cast<int>(sample) << " rows " << rows
+                << " token " << t << " of " << count;
+          }
+        }
+      }
+    }
+  }
+}
+
 // The least and the greatest codes against activations of +-127: sums at the edge of every
 // intermediate type.
 TEST_P(DotTest, ExtremeCodesDoNotOverflow) {
@@ -196,6 +246,9 @@ TEST_P(DotTest, ExtremeCodesDoNotOverflow) {
                                        rows);
       if (k == kernels[0]) continue;
       ASSERT_TRUE(same_bytes(truth, other)) << k->name << " pattern " << pattern;
+      if (!cpu::can_interleave(dtype)) continue;
+      ASSERT_TRUE(same_bytes(truth, dot_interleaved(*k, dtype, weights, rows, cols, {row})))
+          << k->name << " interleaved, pattern " << pattern;
     }
   }
 }

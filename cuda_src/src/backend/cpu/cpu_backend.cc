@@ -46,7 +46,7 @@ DeviceMemory CpuBackend::memory() const {
 BackendPlan CpuBackend::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
                              int max_step_tokens, int max_seqs) const {
   check_tensors(dims, tensors);
-  const WeightBytes bytes = plan_weight_bytes(tensors, form);
+  const WeightBytes bytes = plan_weight_bytes(tensors, form, *kernels_);
   BackendPlan plan;
   plan.weight_bytes = bytes.own;
   plan.mapped_bytes = bytes.mapped;
@@ -60,7 +60,8 @@ std::unique_ptr<WeightSet> CpuBackend::load_weights(
     const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
     const std::function<void(uint64_t, uint64_t)> &progress) {
   check_tensors(dims, tensors);
-  return std::make_unique<CpuWeights>(dims, tensors, form, &allocator_, &pool_, progress);
+  return std::make_unique<CpuWeights>(dims, tensors, form, *kernels_, &allocator_, &pool_,
+                                      progress);
 }
 
 std::unique_ptr<Workspace> CpuBackend::make_workspace(const WeightSet &weights, int /*max_seqs*/) {

@@ -1,6 +1,6 @@
-// The CPU as a device: raw quantised blocks straight from the file's map times int8 activations
-// (batched API), or f32 copies times f32 activations (per-slot API). The stages are in the file of
-// their name.
+// The CPU as a device: quantised blocks, interleaved or straight from the file's map, times int8
+// activations (batched API), or f32 copies times f32 activations (per-slot API). The stages are in
+// the file of their name.
 #pragma once
 
 #include <memory>

@@ -1,18 +1,32 @@
 #include "backend/cpu/cpu_weights.h"
 
+#include <algorithm>
+
 #include "backend/cpu/dequant.h"
+#include "backend/cpu/interleave.h"
 #include "base/thread_pool.h"
 
 namespace xllm::cpu {
 namespace {
 
-// Whether a product in this form needs an f32 copy; f32 tensors serve both forms where they lie.
-bool needs_copy(const MatrixView &tensor, WeightForm form) {
-  return form == WeightForm::kDequantized && tensor.dtype != DType::kF32;
+// What a matrix is copied to; f32 tensors serve both forms where they lie.
+enum class Copy { kNone, kInterleaved, kF32 };
+
+Copy copy_of(const MatrixView &tensor, WeightForm form, const Kernels &kernels) {
+  if (form == WeightForm::kDequantized)
+    return tensor.dtype == DType::kF32 ? Copy::kNone : Copy::kF32;
+  return kernels.tiles[static_cast<int>(tensor.dtype)] != nullptr ? Copy::kInterleaved
+                                                                  : Copy::kNone;
 }
 
-uint64_t copy_bytes(const MatrixView &tensor) {
+uint64_t f32_bytes(const MatrixView &tensor) {
   return static_cast<uint64_t>(tensor.rows) * static_cast<uint64_t>(tensor.cols) * sizeof(float);
+}
+
+uint64_t copy_bytes(const MatrixView &tensor, Copy copy) {
+  if (copy == Copy::kNone) return 0;
+  return copy == Copy::kF32 ? f32_bytes(tensor)
+                            : interleaved_bytes(tensor.rows, tensor.row_bytes());
 }
 
 template <typename Visit>
@@ -40,20 +54,19 @@ void for_each_vector(const ModelTensors &tensors, const Visit &visit) {
 
 }  // namespace
 
-WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form) {
+WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form,
+                              const Kernels &kernels) {
   WeightBytes bytes;
   for_each_matrix(tensors, [&](const MatrixView &tensor) {
-    if (needs_copy(tensor, form)) {
-      bytes.own += copy_bytes(tensor);
-    } else {
-      bytes.mapped += tensor.size_bytes();
-    }
+    const Copy copy = copy_of(tensor, form, kernels);
+    bytes.own += copy_bytes(tensor, copy);
+    if (copy == Copy::kNone) bytes.mapped += tensor.size_bytes();
   });
-  const bool is_read_by_head =
-      tensors.head.data == tensors.embedding.data && !needs_copy(tensors.head, form);
+  const bool is_read_by_head = tensors.head.data == tensors.embedding.data &&
+                               copy_of(tensors.head, form, kernels) == Copy::kNone;
   if (!is_read_by_head) bytes.mapped += tensors.embedding.size_bytes();
   for_each_vector(tensors, [&](const MatrixView &tensor) {
-    if (tensor) bytes.own += copy_bytes(tensor);
+    if (tensor) bytes.own += f32_bytes(tensor);
   });
   return bytes;
 }
@@ -65,17 +78,30 @@ Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, T
   matrix.cols = static_cast<int>(tensor.cols);
   matrix.row_bytes = tensor.row_bytes();
   matrix.data = static_cast<const uint8_t *>(tensor.data);
-  if (!needs_copy(tensor, form_)) return matrix;
+  const Copy copy = copy_of(tensor, form_, *kernels_);
+  if (copy == Copy::kNone) return matrix;
 
-  copies_.emplace_back(allocator, copy_bytes(tensor));
-  auto *copy = copies_.back().data<float>();
+  copies_.emplace_back(allocator, copy_bytes(tensor, copy));
+  auto *to = copies_.back().data<uint8_t>();
+  size_bytes_ += copy_bytes(tensor, copy);
+  matrix.data = to;
+  if (copy == Copy::kInterleaved) {
+    matrix.is_interleaved = true;
+    const int64_t groups = (tensor.rows + kInterleavedRows - 1) / kInterleavedRows;
+    pool->parallel_for(groups, [&](int64_t group, int) {
+      const int64_t row = group * kInterleavedRows;
+      interleave_rows(tensor.dtype, tensor.row(row), matrix.row_bytes,
+                      static_cast<int>(std::min<int64_t>(kInterleavedRows, tensor.rows - row)),
+                      matrix.cols, to + static_cast<uint64_t>(row) * matrix.row_bytes);
+    });
+    return matrix;
+  }
   pool->parallel_for(tensor.rows, [&](int64_t row, int) {
-    dequantize_row(tensor.dtype, tensor.row(row), tensor.cols, copy + row * tensor.cols);
+    dequantize_row(tensor.dtype, tensor.row(row), tensor.cols,
+                   reinterpret_cast<float *>(to) + row * tensor.cols);
   });
-  size_bytes_ += copy_bytes(tensor);
   matrix.dtype = DType::kF32;
   matrix.row_bytes = static_cast<uint64_t>(tensor.cols) * sizeof(float);
-  matrix.data = reinterpret_cast<const uint8_t *>(copy);
   return matrix;
 }
 
@@ -88,9 +114,9 @@ Vector CpuWeights::take_vector(const MatrixView &tensor) {
 }
 
 CpuWeights::CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
-                       Allocator *allocator, ThreadPool *pool,
+                       const Kernels &kernels, Allocator *allocator, ThreadPool *pool,
                        const std::function<void(uint64_t, uint64_t)> &progress)
-    : dims_(dims), form_(form), embedding_(tensors.embedding) {
+    : dims_(dims), form_(form), kernels_(&kernels), embedding_(tensors.embedding) {
   uint64_t total = 0, done = 0;
   for_each_matrix(tensors, [&](const MatrixView &tensor) { total += tensor.size_bytes(); });
   const auto take = [&](const MatrixView &tensor) {

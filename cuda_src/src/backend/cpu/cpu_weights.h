@@ -1,5 +1,6 @@
-// The weights of a model as the CPU computes with them: views of the file's map (raw form) or f32
-// copies of our own (dequantised).
+// The weights of a model as the CPU computes with them: in the raw form interleaved copies of the
+// types that the instruction set has tiles for (interleave.h) and views of the file's map for the
+// rest, in the dequantised form f32 copies.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/cpu/kernels.h"
 
 namespace xllm {
 class ThreadPool;
@@ -22,10 +24,12 @@ struct Matrix {
   int cols = 0;
   uint64_t row_bytes = 0;
   const uint8_t *data = nullptr;
+  bool is_interleaved = false;
 
   bool is_float() const {
     return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
   }
+  // Where interleaved, only for a multiple of kInterleavedRows.
   const uint8_t *row(int64_t r) const { return data + static_cast<uint64_t>(r) * row_bytes; }
 };
 
@@ -42,10 +46,10 @@ struct Layer {
 
 class CpuWeights : public WeightSet {
  public:
-  // `tensors` has passed check_tensors and its map outlives this object. Dequantised copies come
-  // from `allocator`.
+  // `tensors` has passed check_tensors and its map outlives this object. Copies come from
+  // `allocator`.
   CpuWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
-             Allocator *allocator, ThreadPool *pool,
+             const Kernels &kernels, Allocator *allocator, ThreadPool *pool,
              const std::function<void(uint64_t, uint64_t)> &progress);
 
   WeightForm form() const override { return form_; }
@@ -63,6 +67,7 @@ class CpuWeights : public WeightSet {
 
   ModelDims dims_;
   WeightForm form_;
+  const Kernels *kernels_;
   MatrixView embedding_;
   std::vector<Layer> layers_;
   Vector output_norm_;
@@ -76,6 +81,6 @@ struct WeightBytes {
   uint64_t mapped = 0;  // bytes of the file that it goes on reading
 };
 
-WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form);
+WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form, const Kernels &kernels);
 
 }  // namespace xllm::cpu

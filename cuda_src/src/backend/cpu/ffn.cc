@@ -10,7 +10,7 @@ namespace {
 // Rows of a chunk: 32 to 256, a multiple of 32, about eight chunks per thread.
 int ffn_chunk_rows(int num_tokens, int num_rows, int num_threads) {
   const int wanted = num_rows / (8 * num_threads) / 32 * 32;
-  const int fitting = kFfnValues / std::min(num_tokens, kTokenBlock) / 32 * 32;
+  const int fitting = kFfnValues / std::min(num_tokens, kFfnTokens) / 32 * 32;
   return std::max(32, std::min({wanted, fitting, 256}));
 }
 

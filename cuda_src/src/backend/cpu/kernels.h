@@ -44,6 +44,10 @@ constexpr int kTokenTile = 8;
 using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
                        int num_tokens, int cols, float *out, int64_t out_stride);
 
+// The same over weights as interleave.h lays them out: rows from a multiple of kInterleavedRows on,
+// any number of tokens.
+using TileFn = DotFn;
+
 // Attention is computed over tiles of this many keys, at positions that are multiples of it, and
 // begins anew at multiples of kKeySplit; the parts are merged in ascending order. Both are the same
 // for every row, so that a long context can be spread over threads without changing a byte.
@@ -63,6 +67,9 @@ struct Kernels {
 
   // The product of each type; null for a type that this set leaves to the scalar one (see dot()).
   DotFn dots[32];
+  // The product of interleaved weights; null for a type that this set computes from the file's
+  // rows.
+  TileFn tiles[32];
 
   // q, d, ds and sum of ActRow from f. cols is a multiple of 32. d = max|x| / 127 with its two low
   // mantissa bits cleared, q = round to nearest even of x * (1 / d) within -127..127. A block whose
@@ -104,6 +111,7 @@ struct Kernels {
 };
 
 const Kernels &scalar_kernels();
-const Kernels &avx2_kernels();  // x86-64 only
+const Kernels &avx2_kernels();    // x86-64 only
+const Kernels &avx512_kernels();  // x86-64 only
 
 }  // namespace xllm::cpu

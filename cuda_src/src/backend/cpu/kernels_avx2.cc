@@ -12,6 +12,7 @@
 #include "backend/cpu/kv_rows.h"
 #include "backend/cpu/lanes_avx2.h"
 #include "backend/cpu/row_math.h"
+#include "backend/cpu/tile_dot_table.h"
 
 namespace xllm::cpu {
 namespace {
@@ -79,6 +80,7 @@ Kernels make_kernels() {
     const auto dtype = static_cast<DType>(type);
     k.dots[type] = avx2_quant_dot(dtype);
     if (k.dots[type] == nullptr) k.dots[type] = scalar_quant_dot(dtype);
+    k.tiles[type] = avx2_tile_dot(dtype);
   }
   k.dots[static_cast<int>(DType::kF32)] = float_dot<L, F32Weights<L>>;
   k.dots[static_cast<int>(DType::kF16)] = float_dot<L, F16Weights<L>>;

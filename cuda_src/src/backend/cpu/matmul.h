@@ -9,24 +9,39 @@
 
 #include "backend/cpu/activations.h"
 #include "backend/cpu/cpu_weights.h"
+#include "backend/cpu/interleave.h"
 #include "backend/cpu/kernels.h"
 #include "base/thread_pool.h"
 
 namespace xllm::cpu {
 
-// Tokens of a chunk: their activations stay in the core's cache while the chunk's rows pass.
-constexpr int kTokenBlock = 64;
+// Tokens of a chunk, at most: the chunk's rows are read once for all of them.
+constexpr int kTokenBlock = 256;
+// Activations of a chunk, at most: they stay in the core's second cache while the rows pass.
+constexpr int kTokenBlockBytes = 384 << 10;
 // A chunk of the feed-forward stage holds this many values each of gate and up: all rows of few
 // tokens in long runs through the weights, or few rows of many tokens.
-constexpr int kFfnValues = 2048;
+constexpr int kFfnValues = 8192;
+// Tokens of such a chunk, at most.
+constexpr int kFfnTokens = 64;
 constexpr int64_t kFfnScratchFloats = int64_t{2} * kFfnValues;
 
 // out[t * out_stride + r] = dot(weights row first_row + r, act row t): the whole of one chunk, on
 // the calling thread.
+//   num_tokens   at most kTokenBlock
 //   token_rows   which rows of act the tokens are; null: first_token, first_token + 1, ...
 inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int first_row,
                            int num_rows, const Activations &act, const int32_t *token_rows,
                            int first_token, int num_tokens, float *out, int64_t out_stride) {
+  if (weights.is_interleaved) {
+    ActRow rows[kTokenBlock];
+    for (int i = 0; i < num_tokens; ++i)
+      rows[i] = act.row(token_rows != nullptr ? token_rows[first_token + i] : first_token + i);
+    kernels.tiles[static_cast<int>(weights.dtype)](weights.row(first_row), weights.row_bytes,
+                                                   num_rows, rows, num_tokens, weights.cols, out,
+                                                   out_stride);
+    return;
+  }
   const DotFn dot = kernels.dots[static_cast<int>(weights.dtype)];
   ActRow rows[kTokenTile];
   for (int t = 0; t < num_tokens; t += kTokenTile) {
@@ -38,6 +53,11 @@ inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int fi
     dot(weights.row(first_row), weights.row_bytes, num_rows, rows, count, weights.cols,
         out + t * out_stride, out_stride);
   }
+}
+
+// Tokens of a chunk whose activations have this many columns: a multiple of eight.
+inline int token_block(int cols) {
+  return std::max(8, std::min(kTokenBlock, kTokenBlockBytes / cols / 8 * 8));
 }
 
 // One matrix of a product and where its results go: out[token * out_stride + row].
@@ -55,18 +75,19 @@ void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products,
   int64_t total_rows = 0;
   for (int p = 0; p < num_products; ++p) total_rows += products[p].weights->rows;
   // About eight chunks per thread, so that the last one to finish is not waited for long; a
-  // multiple of the vector sets' eight rows.
+  // multiple of the interleaved rows.
   const int64_t wanted = total_rows / (int64_t{8} * pool.num_threads());
-  const int chunk_rows =
-      static_cast<int>(std::min<int64_t>(128, std::max<int64_t>(8, wanted / 8 * 8)));
-  const int token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
+  const int chunk_rows = static_cast<int>(std::min<int64_t>(
+      128, std::max<int64_t>(kInterleavedRows, wanted / kInterleavedRows * kInterleavedRows)));
+  const int block_tokens = token_block(act.cols());
+  const int token_blocks = (num_tokens + block_tokens - 1) / block_tokens;
   int64_t num_chunks = 0;
   for (int p = 0; p < num_products; ++p)
     num_chunks += (products[p].weights->rows + chunk_rows - 1) / chunk_rows;
 
   pool.parallel_for(num_chunks * token_blocks, [&](int64_t chunk, int) {
     // Rows vary fastest: neighbours in time share the activations.
-    const int first_token = static_cast<int>(chunk / num_chunks) * kTokenBlock;
+    const int first_token = static_cast<int>(chunk / num_chunks) * block_tokens;
     int64_t index = chunk % num_chunks;
     int p = 0;
     for (;; ++p) {
@@ -77,7 +98,7 @@ void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products,
     const Product &product = products[p];
     const int first_row = static_cast<int>(index) * chunk_rows;
     const int num_rows = std::min(chunk_rows, product.weights->rows - first_row);
-    const int count = std::min(kTokenBlock, num_tokens - first_token);
+    const int count = std::min(block_tokens, num_tokens - first_token);
     multiply_chunk(kernels, *product.weights, first_row, num_rows, act, token_rows, first_token,
                    count, product.out + first_token * product.out_stride + first_row,
                    product.out_stride);

@@ -1,0 +1,24 @@
+// The table of AVX-512 kernels: products of interleaved weights with VNNI, the rest as with AVX2.
+// Compiled for AVX-512: nothing of it may run before choose_kernels has looked.
+#include "backend/cpu/kernels.h"
+#include "backend/cpu/tile_dot_table.h"
+
+namespace xllm::cpu {
+namespace {
+
+Kernels make_kernels() {
+  Kernels k = avx2_kernels();
+  k.name = "avx512";
+  for (uint32_t type = 0; type < 32; ++type)
+    k.tiles[type] = avx512_tile_dot(static_cast<DType>(type));
+  return k;
+}
+
+}  // namespace
+
+const Kernels &avx512_kernels() {
+  static const Kernels kernels = make_kernels();
+  return kernels;
+}
+
+}  // namespace xllm::cpu

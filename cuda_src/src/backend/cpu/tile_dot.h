@@ -1,0 +1,456 @@
+// Products of interleaved weights (interleave.h), written once over vectors V of eight or sixteen
+// rows: codes are unpacked once for up to V::kMaxTokens tokens, a dot product stays in its lane,
+// and the f32 terms follow in the order of kernels.h. Internal linkage: see lanes_scalar.h.
+//
+// V: I and F, kRows lanes of i32 and f32; loads, shifts and conversions of the usual names; and
+//   dot<kCodes, N>(w, a, start)   start + the dots of N words of codes with 4 N activations at a
+//
+// Index symbols: t token, b quant block, s 32 elements of a super-block, g word of four elements.
+// Bound: at few tokens the memory's bandwidth, above the multiply ports (eight byte products, and
+// three or four f32 operations, per 32 elements).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "backend/cpu/interleave.h"
+#include "backend/cpu/kernels.h"
+#include "tensor/quant.h"
+
+namespace xllm::cpu {
+namespace {
+
+// How far products with codes may be added in 16 bits: codes up to 15, 31, 63, or any int8.
+enum class Codes { k4Bits, k5Bits, k6Bits, kSigned };
+
+// A tile as one vector of rows sees it: its words are 4 * kInterleavedRows apart.
+template <typename V>
+struct Tile {
+  const uint8_t *words;
+  const uint8_t *halves;
+
+  typename V::I word(int i) const { return V::load(words + 4 * kInterleavedRows * i); }
+  typename V::F half() const { return V::load_halves(halves); }
+  // The two f16 of a word.
+  typename V::F low_half(int i) const { return V::low_halves(word(i)); }
+  typename V::F high_half(int i) const { return V::high_halves(word(i)); }
+};
+
+template <typename V>
+inline typename V::I low_nibbles(typename V::I x) {
+  return V::band(x, V::set1(0x0f0f0f0f));
+}
+template <typename V>
+inline typename V::I high_nibbles(typename V::I x) {
+  return V::band(V::template shift_right<4>(x), V::set1(0x0f0f0f0f));
+}
+// Bit kBit of every byte to bit 4.
+template <typename V, int kBit>
+inline typename V::I fifth_bits(typename V::I x) {
+  const typename V::I at4 = kBit < 4 ? V::template shift_left<(4 - kBit) & 7>(x)
+                                     : V::template shift_right<(kBit - 4) & 7>(x);
+  return V::band(at4, V::set1(0x10101010));
+}
+
+// 16 bytes of nibbles from word `first` on: elements 0 to 15 low, 16 to 31 high.
+template <typename V>
+inline void plain_nibbles(const Tile<V> &tile, int first, typename V::I w[8]) {
+  for (int g = 0; g < 4; ++g) {
+    const typename V::I x = tile.word(first + g);
+    w[g] = low_nibbles<V>(x);
+    w[g + 4] = high_nibbles<V>(x);
+  }
+}
+
+template <typename V>
+inline void add_fifth_bits(typename V::I bits, typename V::I w[8]) {
+  w[0] = V::bor(w[0], fifth_bits<V, 0>(bits));
+  w[1] = V::bor(w[1], fifth_bits<V, 1>(bits));
+  w[2] = V::bor(w[2], fifth_bits<V, 2>(bits));
+  w[3] = V::bor(w[3], fifth_bits<V, 3>(bits));
+  w[4] = V::bor(w[4], fifth_bits<V, 4>(bits));
+  w[5] = V::bor(w[5], fifth_bits<V, 5>(bits));
+  w[6] = V::bor(w[6], fifth_bits<V, 6>(bits));
+  w[7] = V::bor(w[7], fifth_bits<V, 7>(bits));
+}
+
+// ---- plain blocks ----
+// Each type: bytes of a block, whether it has a lone f16 or a word of two, what its codes are above
+// the value they stand for, and how they are unpacked.
+
+struct TileQ4_0 {
+  static constexpr int kBytes = sizeof(BlockQ4_0), kOffset = 8;
+  static constexpr bool kHasMin = false;
+  static constexpr Codes kCodes = Codes::k4Bits;
+  template <typename V>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    plain_nibbles<V>(tile, 0, w);
+  }
+};
+
+struct TileQ4_1 {
+  static constexpr int kBytes = sizeof(BlockQ4_1), kOffset = 0;
+  static constexpr bool kHasMin = true;
+  static constexpr Codes kCodes = Codes::k4Bits;
+  template <typename V>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    plain_nibbles<V>(tile, 1, w);
+  }
+};
+
+struct TileQ5_0 {
+  static constexpr int kBytes = sizeof(BlockQ5_0), kOffset = 16;
+  static constexpr bool kHasMin = false;
+  static constexpr Codes kCodes = Codes::k5Bits;
+  template <typename V>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    plain_nibbles<V>(tile, 1, w);
+    add_fifth_bits<V>(tile.word(0), w);
+  }
+};
+
+struct TileQ5_1 {
+  static constexpr int kBytes = sizeof(BlockQ5_1), kOffset = 0;
+  static constexpr bool kHasMin = true;
+  static constexpr Codes kCodes = Codes::k5Bits;
+  template <typename V>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    plain_nibbles<V>(tile, 2, w);
+    add_fifth_bits<V>(tile.word(1), w);
+  }
+};
+
+struct TileQ8_0 {
+  static constexpr int kBytes = sizeof(BlockQ8_0), kOffset = 0;
+  static constexpr bool kHasMin = false;
+  static constexpr Codes kCodes = Codes::kSigned;
+  template <typename V>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    for (int g = 0; g < 8; ++g) w[g] = V::signed_codes(tile.word(g));
+  }
+};
+
+template <typename V, typename Type, int T>
+struct TilePlain {
+  using I = typename V::I;
+  using F = typename V::F;
+  static constexpr int kElements = kQuantBlock, kBytes = Type::kBytes;
+  static constexpr bool kHasHalf = !Type::kHasMin;
+  // note: V may want signed codes raised to unsigned ones.
+  static constexpr int kOffset = Type::kOffset + (Type::kCodes == Codes::kSigned ? V::kRaised : 0);
+  F acc[T];
+
+  void start() {
+    for (int t = 0; t < T; ++t) acc[t] = V::zero();
+  }
+
+  void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
+    I w[8];
+    Type::template codes<V>(tile, w);
+    F d, m = V::zero();
+    if (Type::kHasMin) {
+      d = tile.low_half(0);
+      m = tile.high_half(0);
+    } else {
+      d = tile.half();
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      I start = V::set1(0);
+      if (kOffset != 0) start = V::set1(-kOffset * (acts[t].sum[2 * b] + acts[t].sum[2 * b + 1]));
+      const I sum = V::template dot<Type::kCodes, 8>(w, acts[t].q + b * kQuantBlock, start);
+      acc[t] = V::fma(V::mul(d, V::set1_float(acts[t].d[b])), V::to_float(sum), acc[t]);
+      if (Type::kHasMin) acc[t] = V::fma(m, V::set1_float(acts[t].ds[b]), acc[t]);
+    }
+  }
+};
+
+// ---- super-blocks ----
+// Each type: its codes, its scales per 32 (q4_k, q5_k, with mins) or per 16 (q6_k).
+
+// Byte j of every word as f32.
+template <typename V, int j>
+inline typename V::F byte_to_float(typename V::I x) {
+  return V::to_float(V::band(V::template shift_right<8 * j>(x), V::set1(255)));
+}
+template <typename V, int j>
+inline typename V::F signed_byte_to_float(typename V::I x) {
+  return V::to_float(V::template shift_right_signed<24>(V::template shift_left<24 - 8 * j>(x)));
+}
+
+// The 6-bit scales and mins of q4_k and q5_k as bytes, four to a word.
+template <typename V>
+struct TileScalesK4 {
+  using I = typename V::I;
+  I scale[2], min[2];
+
+  explicit TileScalesK4(const Tile<V> &tile) {
+    const I a = tile.word(1), b = tile.word(2), c = tile.word(3);
+    const I six = V::set1(0x3f3f3f3f), top = V::set1(0x30303030);
+    scale[0] = V::band(a, six);
+    min[0] = V::band(b, six);
+    scale[1] = V::bor(low_nibbles<V>(c), V::band(V::template shift_right<2>(a), top));
+    min[1] = V::bor(high_nibbles<V>(c), V::band(V::template shift_right<2>(b), top));
+  }
+  template <int s>
+  typename V::F scale_of() const {
+    return byte_to_float<V, s % 4>(scale[s / 4]);
+  }
+  template <int s>
+  typename V::F min_of() const {
+    return byte_to_float<V, s % 4>(min[s / 4]);
+  }
+};
+
+template <typename V, int s>
+inline void nibbles_of_k4(const Tile<V> &tile, int first, typename V::I w[8]) {
+  for (int g = 0; g < 8; ++g) {
+    const typename V::I x = tile.word(first + 8 * (s / 2) + g);
+    w[g] = s % 2 == 0 ? low_nibbles<V>(x) : high_nibbles<V>(x);
+  }
+}
+
+struct TileQ4_K {
+  static constexpr int kBytes = sizeof(BlockQ4_K);
+  static constexpr Codes kCodes = Codes::k4Bits;
+  template <typename V, int s>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    nibbles_of_k4<V, s>(tile, 4, w);
+  }
+};
+
+struct TileQ5_K {
+  static constexpr int kBytes = sizeof(BlockQ5_K);
+  static constexpr Codes kCodes = Codes::k5Bits;
+  template <typename V, int s>
+  static void codes(const Tile<V> &tile, typename V::I w[8]) {
+    nibbles_of_k4<V, s>(tile, 12, w);
+    for (int g = 0; g < 8; ++g) w[g] = V::bor(w[g], fifth_bits<V, s>(tile.word(4 + g)));
+  }
+};
+
+template <typename V, typename Type, int T>
+struct TileK4 {
+  using I = typename V::I;
+  using F = typename V::F;
+  static constexpr int kElements = kSuperBlock, kBytes = Type::kBytes;
+  static constexpr bool kHasHalf = false;
+  F acc[T];
+
+  void start() {
+    for (int t = 0; t < T; ++t) acc[t] = V::zero();
+  }
+
+  template <int s>
+  static void add_sub_block(const Tile<V> &tile, const TileScalesK4<V> &scales, const ActRow *acts,
+                            int b, F inner[T], F least[T]) {
+    const int a = 8 * b + s;  // the activations' block
+    I w[8];
+    Type::template codes<V, s>(tile, w);
+    const F scale = scales.template scale_of<s>(), min = scales.template min_of<s>();
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const I sum = V::template dot<Type::kCodes, 8>(w, acts[t].q + 32 * a, V::set1(0));
+      inner[t] = V::fma(V::set1_float(acts[t].d[a]), V::mul(V::to_float(sum), scale), inner[t]);
+      least[t] = V::fma(V::set1_float(acts[t].ds[a]), min, least[t]);
+    }
+  }
+
+  void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
+    const TileScalesK4<V> scales(tile);
+    F inner[T], least[T];
+    for (int t = 0; t < T; ++t) inner[t] = least[t] = V::zero();
+    add_sub_block<0>(tile, scales, acts, b, inner, least);
+    add_sub_block<1>(tile, scales, acts, b, inner, least);
+    add_sub_block<2>(tile, scales, acts, b, inner, least);
+    add_sub_block<3>(tile, scales, acts, b, inner, least);
+    add_sub_block<4>(tile, scales, acts, b, inner, least);
+    add_sub_block<5>(tile, scales, acts, b, inner, least);
+    add_sub_block<6>(tile, scales, acts, b, inner, least);
+    add_sub_block<7>(tile, scales, acts, b, inner, least);
+    const F d = tile.low_half(0), dmin = tile.high_half(0);
+    for (int t = 0; t < T; ++t)
+      acc[t] = V::negated_fma(dmin, least[t], V::fma(d, inner[t], acc[t]));
+  }
+};
+
+// Words of a tile: ql 0 to 31, qh 32 to 47, scales 48 to 51.
+template <typename V, int s>
+inline void codes_of_q6_k(const Tile<V> &tile, typename V::I w[8]) {
+  using I = typename V::I;
+  constexpr int half = s / 4, k = s % 4;
+  for (int g = 0; g < 8; ++g) {
+    const I x = tile.word(16 * half + 8 * (k % 2) + g), h = tile.word(32 + 8 * half + g);
+    // Bits 2k, 2k + 1 to bits 4, 5.
+    const I top = k < 2 ? V::template shift_left<(4 - 2 * k) & 7>(h)
+                        : V::template shift_right<(2 * k - 4) & 7>(h);
+    w[g] =
+        V::bor(k < 2 ? low_nibbles<V>(x) : high_nibbles<V>(x), V::band(top, V::set1(0x30303030)));
+  }
+}
+
+template <typename V, int T>
+struct TileQ6_K {
+  using I = typename V::I;
+  using F = typename V::F;
+  static constexpr int kElements = kSuperBlock, kBytes = sizeof(BlockQ6_K);
+  static constexpr bool kHasHalf = true;
+  F acc[T];
+
+  void start() {
+    for (int t = 0; t < T; ++t) acc[t] = V::zero();
+  }
+
+  template <int s>
+  static void add_sub_block(const Tile<V> &tile, const ActRow *acts, int b, F inner[T]) {
+    const int a = 8 * b + s;  // the activations' block
+    I w[8];
+    codes_of_q6_k<V, s>(tile, w);
+    const I scales = tile.word(48 + s / 2);
+    const F scale = signed_byte_to_float<V, 2 * (s % 2)>(scales),
+            scale2 = signed_byte_to_float<V, 2 * (s % 2) + 1>(scales);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const int8_t *q = acts[t].q + 32 * a;
+      const int16_t *sums = acts[t].sum + 2 * a;
+      const I first = V::template dot<Codes::k6Bits, 4>(w, q, V::set1(-32 * sums[0]));
+      const I second = V::template dot<Codes::k6Bits, 4>(w + 4, q + 16, V::set1(-32 * sums[1]));
+      // Exact: both products and their sum are integers below 2^24.
+      const F sum = V::fma(V::to_float(second), scale2, V::mul(V::to_float(first), scale));
+      inner[t] = V::fma(V::set1_float(acts[t].d[a]), sum, inner[t]);
+    }
+  }
+
+  void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
+    F inner[T];
+    for (int t = 0; t < T; ++t) inner[t] = V::zero();
+    add_sub_block<0>(tile, acts, b, inner);
+    add_sub_block<1>(tile, acts, b, inner);
+    add_sub_block<2>(tile, acts, b, inner);
+    add_sub_block<3>(tile, acts, b, inner);
+    add_sub_block<4>(tile, acts, b, inner);
+    add_sub_block<5>(tile, acts, b, inner);
+    add_sub_block<6>(tile, acts, b, inner);
+    add_sub_block<7>(tile, acts, b, inner);
+    const F d = tile.half();
+    for (int t = 0; t < T; ++t) acc[t] = V::fma(d, inner[t], acc[t]);
+  }
+};
+
+// ---- rows and tokens ----
+
+// Sixteen rows (num_rows of them wanted) by T tokens.
+template <typename V, typename Product, int T>
+inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *acts, int num_tokens,
+                          int cols, float *out, int64_t out_stride) {
+  constexpr int kHalfBytes = Product::kHasHalf ? 2 * kInterleavedRows : 0;
+  for (int r = 0; r < num_rows; r += V::kRows) {
+    Product product;
+    product.start();
+    Tile<V> tile = {weights + kHalfBytes + 4 * r, weights + 2 * r};
+    for (int b = 0; b < cols / Product::kElements; ++b) {
+      product.add_block(tile, acts, b);
+      tile.words += kInterleavedRows * Product::kBytes;
+      tile.halves += kInterleavedRows * Product::kBytes;
+    }
+    const int rows = num_rows - r < V::kRows ? num_rows - r : V::kRows;
+    for (int t = 0; t < num_tokens; ++t) {
+      float *to = out + t * out_stride + r;
+      if (rows == V::kRows) {
+        V::store(to, product.acc[t]);
+      } else {
+        float whole[V::kRows];
+        V::store(whole, product.acc[t]);
+        std::memcpy(to, whole, static_cast<size_t>(rows) * sizeof(float));
+      }
+    }
+  }
+}
+
+// TileFn of a type: P<T> is its product for T tokens.
+template <typename V, template <int> class P>
+void tile_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+              int num_tokens, int cols, float *out, int64_t out_stride) {
+  for (int r = 0; r < num_rows; r += kInterleavedRows) {
+    const uint8_t *tile = weights + static_cast<uint64_t>(r) * row_bytes;
+    const int rows = num_rows - r < kInterleavedRows ? num_rows - r : kInterleavedRows;
+    for (int t = 0; t < num_tokens;) {
+      const int left = num_tokens - t;
+      float *to = out + t * out_stride + r;
+      // A product for one token more than there are computes the last one again: cheaper than
+      // unpacking twice.
+      ActRow padded[8];
+      const ActRow *from = acts + t;
+      const auto pad = [&](int count) {
+        if (left >= count) return;
+        for (int i = 0; i < count; ++i) padded[i] = from[i < left ? i : left - 1];
+        from = padded;
+      };
+      int count;
+      if (V::kMaxTokens >= 8 && left >= 6) {
+        pad(8);
+        count = left < 8 ? left : 8;
+        multiply_tile<V, P<V::kMaxTokens>, V::kMaxTokens>(tile, rows, from, count, cols, to,
+                                                          out_stride);
+      } else if (left >= 3) {
+        pad(4);
+        count = left < 4 ? left : 4;
+        multiply_tile<V, P<4>, 4>(tile, rows, from, count, cols, to, out_stride);
+      } else if (left == 2) {
+        count = 2;
+        multiply_tile<V, P<2>, 2>(tile, rows, from, count, cols, to, out_stride);
+      } else {
+        count = 1;
+        multiply_tile<V, P<1>, 1>(tile, rows, from, count, cols, to, out_stride);
+      }
+      t += count;
+    }
+  }
+}
+
+// The products of every type over V.
+template <typename V>
+struct TileProducts {
+  template <int T>
+  using Q4_0 = TilePlain<V, TileQ4_0, T>;
+  template <int T>
+  using Q4_1 = TilePlain<V, TileQ4_1, T>;
+  template <int T>
+  using Q5_0 = TilePlain<V, TileQ5_0, T>;
+  template <int T>
+  using Q5_1 = TilePlain<V, TileQ5_1, T>;
+  template <int T>
+  using Q8_0 = TilePlain<V, TileQ8_0, T>;
+  template <int T>
+  using Q4_K = TileK4<V, TileQ4_K, T>;
+  template <int T>
+  using Q5_K = TileK4<V, TileQ5_K, T>;
+  template <int T>
+  using Q6_K = TileQ6_K<V, T>;
+
+  static TileFn find(DType dtype) {
+    switch (dtype) {
+      case DType::kQ4_0:
+        return tile_dot<V, Q4_0>;
+      case DType::kQ4_1:
+        return tile_dot<V, Q4_1>;
+      case DType::kQ5_0:
+        return tile_dot<V, Q5_0>;
+      case DType::kQ5_1:
+        return tile_dot<V, Q5_1>;
+      case DType::kQ8_0:
+        return tile_dot<V, Q8_0>;
+      case DType::kQ4_K:
+        return tile_dot<V, Q4_K>;
+      case DType::kQ5_K:
+        return tile_dot<V, Q5_K>;
+      case DType::kQ6_K:
+        return tile_dot<V, Q6_K>;
+      default:
+        return nullptr;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace xllm::cpu
