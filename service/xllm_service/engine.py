@@ -85,7 +85,6 @@ __all__ = [
     "TokenEvent",
     "build_id",
     "engine_config",
-    "mode_mismatch",
     "open_engine",
     "open_model",
     "to_service_error",
@@ -698,7 +697,7 @@ class AsyncEngine:
             return wanted or DecodeMode.BATCHED
         if wanted in (DecodeMode.AUTO, own):
             return own
-        raise mode_mismatch(own, wanted, call)
+        raise _mode_mismatch(own, wanted, call)
 
     async def generate(
         self,
@@ -932,16 +931,12 @@ async def _one(batches: AsyncGenerator[list[Progress], None], bounds: Bounds) ->
         raise _failure_of(finished, was_accepted)
 
 
-def mode_mismatch(own: DecodeMode, wanted: DecodeMode, call: str, what: str = "engine") -> ServiceError:
-    """Return the refusal of a call that contradicts the mode of the engine, or of a slot."""
-    remedy = (
-        f"request {own.name} or AUTO, or create an engine in mode {wanted.name} or AUTO"
-        if what == "engine"
-        else f"call {'DecodeBatch' if own is DecodeMode.BATCHED else 'DecodeSlot'}, or acquire a {wanted.name} slot"
-    )
+def _mode_mismatch(own: DecodeMode, wanted: DecodeMode, call: str) -> ServiceError:
+    """Return the refusal of a call that contradicts the engine's mode, in the core's own words."""
+    remedy = f"request {own.name} or AUTO, or create an engine in mode {wanted.name} or AUTO"
     return ServiceError(
         Reason.DECODE_MODE_MISMATCH,
-        f"{call}: the {what} decodes {own.name}, the call asks for {wanted.name}; {remedy}",
+        f"{call}: the engine decodes {own.name}, the call asks for {wanted.name}; {remedy}",
         metadata={"engine_mode": own.name, "requested_mode": wanted.name, "call": call, "remedy": remedy},
     )
 
