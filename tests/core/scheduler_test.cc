@@ -26,9 +26,9 @@ std::vector<int32_t> ids(int first, int count) {
 class World {
  public:
   explicit World(int num_blocks, int max_running = 4, int prefill_chunk = 64, int segment_size = 1,
-                 bool use_cache = true)
+                 bool use_cache = true, int max_step_sequences = 0)
       : cache(num_blocks, kBlockSize, HashKey{1, 2}, use_cache),
-        scheduler({max_running, prefill_chunk, segment_size}, &cache),
+        scheduler({max_running, prefill_chunk, segment_size, max_step_sequences}, &cache),
         num_free_slots(max_running) {}
 
   Sequence *add(const std::vector<int32_t> &prompt, int32_t priority = 0) {
@@ -40,6 +40,25 @@ class World {
     scheduler.add(sequence.get());
     sequences_.push_back(std::move(sequence));
     return sequences_.back().get();
+  }
+
+  // A prompt into an owned slot, which keeps its seat and its blocks; and one token more from it.
+  Sequence *fill_slot(const std::vector<int32_t> &prompt) {
+    auto sequence = std::make_unique<Sequence>(kBlockSize);
+    sequence->id = sequences_.size() + 1;
+    sequence->is_pinned = sequence->is_prefill_only = true;
+    sequence->slot = next_slot_++;
+    --num_free_slots;
+    sequence->tokens = prompt;
+    sequence->num_prompt = static_cast<int>(prompt.size());
+    scheduler.add(sequence.get());
+    sequences_.push_back(std::move(sequence));
+    return sequences_.back().get();
+  }
+  void decode_slot(Sequence *sequence) {
+    scheduler.remove(sequence);
+    sequence->is_prefill_only = false;
+    scheduler.add(sequence);
   }
 
   // What each row entry computes: "1:0+3" sequence 1, positions 0 to 2; with "!" where it chooses.
@@ -138,6 +157,53 @@ TEST(Scheduler, SecondRequestReusesTwoBlocks) {
   world.finish(b);
   EXPECT_EQ(world.cache.num_in_use(), 0);
   EXPECT_EQ(world.cache.num_idle(), 2);
+}
+
+TEST(Scheduler, ASlotComputesAllButItsLastTokenAndKeepsItsBlocks) {
+  World world(8, 4, 6);
+  Sequence *slot = world.fill_slot(ids(10, 8));
+  EXPECT_EQ(world.step(), "1:0+6");
+  EXPECT_EQ(world.step(), "1:6+1");
+  EXPECT_EQ(world.step(), "");
+  world.scheduler.remove(slot);
+  EXPECT_EQ(World::blocks(slot), (Ids{0, 1}));
+  EXPECT_EQ(world.cache.num_cached(), 1);  // the block of the last token stays the slot's own
+  world.decode_slot(slot);
+  EXPECT_EQ(world.step(), "1:7+1!");
+  EXPECT_EQ(world.step(), "1:8+1!");
+  EXPECT_EQ(World::blocks(slot), (Ids{0, 1, 2}));
+}
+
+TEST(Scheduler, ASlotTakesBlocksFromRequestsAndIsExhaustedWithoutThem) {
+  World world(5);
+  world.add(ids(10, 8));
+  EXPECT_EQ(world.step(), "1:0+8!");
+  Sequence *slot = world.fill_slot(ids(50, 17));
+  EXPECT_EQ(world.step(), "2:0+16");  // before the request, although it came later
+  EXPECT_EQ(world.preempted, (std::vector<uint64_t>{1}));
+  world.decode_slot(slot);
+  EXPECT_EQ(world.step(), "2:16+1!");
+  for (int i = 0; i < 3; ++i) world.step();
+  EXPECT_EQ(slot->num_tokens(), 21);
+  EXPECT_EQ(world.step(), "");
+  EXPECT_EQ(world.exhausted, (std::vector<uint64_t>{2}));
+  EXPECT_EQ(slot->blocks.num_blocks(), 5);
+  world.cache.release_all(&slot->blocks);
+  EXPECT_EQ(world.step(), "1:0+9!");
+}
+
+TEST(Scheduler, TakesTurnsWhereAStepHoldsOneSequence) {
+  World world(16, 4, 64, 1, true, /*max_step_sequences=*/1);
+  world.add(ids(10, 3));
+  EXPECT_EQ(world.step(), "1:0+3!");
+  EXPECT_EQ(world.step(), "1:3+1!");
+  Sequence *slot = world.fill_slot(ids(50, 6));
+  EXPECT_EQ(world.step(), "2:0+5");
+  EXPECT_EQ(world.step(), "1:4+1!");
+  world.decode_slot(slot);
+  EXPECT_EQ(world.step(), "2:5+1!");
+  EXPECT_EQ(world.step(), "1:5+1!");
+  EXPECT_EQ(world.step(), "2:6+1!");
 }
 
 // Prompts of 1, B - 1, B, B + 1 and 3 B tokens, each twice: at least one token is computed again.
