@@ -17,8 +17,8 @@ MB = 1 << 20
 # Run apart, so that no other test's memory shows. Everything that a Plan counts gets touched: the weights by the first
 # step, scratch by whole chunks beside all slots, every block of the pool by a prompt.
 MEASURE = """
-import json, re, sys
-from cyengine import DecodeMode, Engine, EngineConfig, Model
+import ctypes, json, re, sys
+from cyengine import DecodeMode, Engine, EngineConfig
 from cyengine.types import Backend
 
 def resident():
@@ -29,10 +29,11 @@ path, mode = sys.argv[1], DecodeMode(int(sys.argv[2]))
 config = EngineConfig(
     backend=Backend.CPU, num_threads=2, decode_mode=mode, kv_memory=40 << 20, max_slots=8, prefill_chunk=256
 )
+# What is loaded once for each process is there before, and what the first engine freed is not.
 Engine(path, EngineConfig(backend=Backend.CPU, num_threads=2, kv_memory=1 << 20)).close()
-model = Model(path)
+ctypes.CDLL(None).malloc_trim(0)
 before = resident()
-engine = Engine(model, config)
+engine = Engine(path, config)
 plan = engine.info.plan
 slots, left = [], plan.kv_num_blocks
 while left > 0:
