@@ -608,6 +608,14 @@ class Bounds:
         longest = choices.max_duration_s
         return cls(deadline_s, None if longest is None else longest - elapsed_s)
 
+    def after(self, elapsed_s: float) -> Bounds:
+        """Return what is left of them."""
+        deadline_s, duration_s = self.deadline_s, self.duration_s
+        return Bounds(
+            None if deadline_s is None else deadline_s - elapsed_s,
+            None if duration_s is None else max(duration_s - elapsed_s, 1e-6),  # an end, not a refusal, by now
+        )
+
     @property
     def seconds(self) -> float:
         """The tighter one, as the core takes it. Raises DEADLINE_EXCEEDED when it has passed."""
@@ -655,6 +663,11 @@ class AsyncEngine:
         self._fd = core.event_fd
         self._loop.add_reader(self._fd, self._dispatch)
         self._watcher = self._loop.create_task(self._watch(), name="xllm-engine-watch")
+
+    @property
+    def is_closed(self) -> bool:
+        """It gives everything back, or has."""
+        return self._is_closed
 
     @property
     def num_streams(self) -> int:
@@ -754,7 +767,7 @@ class AsyncEngine:
         self,
         slot: Slot,
         prompt: Sequence[int],
-        deadline_s: float | None = None,
+        bounds: Bounds,
         *,
         on_stall: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Progress, None]:
@@ -762,7 +775,6 @@ class AsyncEngine:
 
         Raises ServiceError.
         """
-        bounds = Bounds(deadline_s)
         longest = bounds.seconds
 
         def submit() -> list[int]:
@@ -784,6 +796,52 @@ class AsyncEngine:
         request = _core_request(choices, bounds)
         async with aclosing(self._follow(lambda: [self._core.submit_decode_slot(slot, request)], on_stall)) as batches:
             async for progress in _one(batches, bounds):
+                yield progress
+
+    async def generate_in(
+        self,
+        slot: Slot,
+        prompt: Sequence[int],
+        choices: DecodeChoices,
+        bounds: Bounds,
+        *,
+        on_stall: Callable[[], None] | None = None,
+    ) -> AsyncGenerator[Progress, None]:
+        """Append a prompt to a slot that is owned and generate in it: `generate`, with a slot that stays owned.
+
+        The last item's figures are of both parts. Closing the iterator leaves the slot READY, or as it was before when
+        its prompt was not computed yet. Raises ServiceError.
+        """
+        began = time.monotonic()
+        prefilled: FinishedEvent | None = None
+        async with aclosing(self.prefill(slot, prompt, bounds, on_stall=on_stall)) as filling:
+            async for progress in filling:
+                finished = progress.finished
+                if finished is not None and finished.status is Status.OK:
+                    prefilled, progress.finished = finished, None
+                yield progress
+        if prefilled is None:
+            return  # its longest time was over
+        rest = bounds.after(time.monotonic() - began)
+        if slot.decode_mode is DecodeMode.PER_SLOT:
+            decoding = self.decode_slot(slot, choices, rest, on_stall=on_stall)
+        else:
+            decoding = self._decode_one(slot, choices, rest, on_stall)
+        async with aclosing(decoding):
+            async for progress in decoding:
+                progress.accepted = None  # the prefill's came before
+                if progress.finished is not None:
+                    progress.finished.num_prompt_tokens = prefilled.num_prompt_tokens
+                    progress.finished.num_cached_tokens = prefilled.num_cached_tokens
+                    progress.finished.prefill_s += prefilled.prefill_s
+                yield progress
+
+    async def _decode_one(
+        self, slot: Slot, choices: DecodeChoices, bounds: Bounds, on_stall: Callable[[], None] | None
+    ) -> AsyncGenerator[Progress, None]:
+        """A batch of one."""
+        async with aclosing(self.decode_batch([(slot, choices, bounds)], on_stall=on_stall)) as batches:
+            async for (progress,) in batches:
                 yield progress
 
     async def decode_batch(

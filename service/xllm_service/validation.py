@@ -353,8 +353,6 @@ def _or(message: Any, name: str, default: bool) -> bool:
 def _refuse_features(spec: generation_service_pb2.GenerationSpec) -> None:
     """Refuse what this build does not offer: honoured or refused, never ignored."""
     _refuse_constraint(spec.constraint, "spec.")
-    if spec.HasField("slot"):
-        raise _absent("spec.slot", "leave spec.slot unset: any free slot is taken")
     if spec.num_outputs > MAX_OUTPUTS:
         raise _absent("spec.num_outputs", "send one request for each output")
     _refuse_cache(spec.cache, "spec.")

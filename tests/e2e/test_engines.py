@@ -166,7 +166,8 @@ async def test_estimate_sees_what_can_never_fit_and_the_queue(endless_model: Pat
             await client.generate_once([5] * (blocks * 64))
         assert caught.value.reason == "NEVER_FITS"
         assert (await client.estimate([5] * (blocks * 64 - 1))).fits
-        holder = client.generate("x", max_tokens=1000)
+    async with serving(endless_model, tmp_path, max_slots=1) as (server, client):
+        holder = client.generate("x", max_tokens=100_000)
         await anext(holder)
         assert (await client.estimate("x")).queue_position == 1
         waiting = client.generate("x", max_tokens=3)
@@ -180,6 +181,7 @@ async def test_estimate_sees_what_can_never_fit_and_the_queue(endless_model: Pat
 async def test_queue_and_prefill_make_up_the_time_to_the_first_token(endless_model: Path, tmp_path: Path) -> None:
     async with serving(endless_model, tmp_path, max_slots=1, prefill_chunk=16) as (_, client):
         holder = client.generate("x", max_tokens=300)
+        await anext(holder)
         results = await asyncio.gather(*(client.generate_once([5] * 2000, max_tokens=3) for _ in range(4)))
         await holder.result()
         for result in results:
@@ -190,7 +192,7 @@ async def test_queue_and_prefill_make_up_the_time_to_the_first_token(endless_mod
             assert queue > 0 and prefill > 0
             assert queue + prefill <= first <= total
             assert first - (queue + prefill) < 0.25, "nothing else takes long"
-            assert result.accepted.queue_time.ToTimedelta().total_seconds() == pytest.approx(queue, abs=1e-6)
+            assert queue <= result.accepted.queue_time.ToTimedelta().total_seconds() <= first
 
 
 async def test_a_duration_that_is_over_is_an_end_after_accepted_and_a_failure_before(

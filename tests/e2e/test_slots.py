@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.serving import eventually, is_idle, serving, stats
 from tests.e2e.slot_calls import Slots, events, events_after, failure, kinds, read, text_of
 from xllm_client import AsyncClient, DecodeMode
-from xllm_client.v1 import generation_pb2, slot_pb2
+from xllm_client.v1 import generation_pb2, generation_service_pb2, slot_pb2
 from xllm_service.app import Server
 
 FREE, ACQUIRED = slot_pb2.SLOT_STATE_FREE, slot_pb2.SLOT_STATE_ACQUIRED
@@ -420,3 +420,107 @@ async def test_every_slot_is_listed(served: tuple[Server, Slots]) -> None:
     assert {slot.name: slot.state for slot in found}[ref.name] == ACQUIRED
     assert [slot.name for slot in await slots.every("random")] == [slot.name for slot in found]
     assert (await failure(slots.every("other"))).reason == "MODEL_NOT_FOUND"
+
+
+# ---- Generate in a slot ----
+
+
+async def generate_in(slots: Slots, ref: Any, prompt: Any, **fields: Any) -> Any:
+    spec = generation_service_pb2.GenerationSpec(slot=ref, **fields)
+    if isinstance(prompt, str):
+        spec.text = prompt
+    else:
+        spec.token_ids.ids.extend(prompt)
+    request = generation_service_pb2.GenerateOnceRequest(spec=spec)
+    return await slots.client._call(slots.client._generation.GenerateOnce, request)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_generate_runs_in_the_slot_it_is_given_and_leaves_it_owned(
+    served: tuple[Server, Slots], mode: DecodeMode
+) -> None:
+    server, slots = served
+    limits = {"max_tokens": 6}
+    alone = await slots.client.generate_once("hello", max_tokens=6, decode_mode=mode)
+    ref, _ = await slots.acquire(decode_mode=mode)
+    first = await generate_in(slots, ref, "hello", limits=limits)
+    assert first.outputs[0].text == alone.text
+    assert (first.accepted.slot.name, first.accepted.slot.epoch, first.accepted.decode_mode) == (
+        ref.name,
+        ref.epoch,
+        mode,
+    )
+    assert first.accepted.effective.limits.max_tokens == 6
+    assert first.usage == alone.usage
+    slot = await slots.get(ref.name)
+    held = first.usage.num_prompt_tokens + first.usage.num_generated_tokens
+    assert (slot.state, slot.num_tokens) == (READY, held)
+    told = generation_service_pb2.EstimateGenerationRequest(spec={"slot": ref, "token_ids": {"ids": [5, 6]}})
+    estimate = await slots.client._call(slots.client._generation.EstimateGeneration, told)
+    assert (estimate.num_prompt_tokens, estimate.num_cached_tokens, estimate.queue_position) == (held + 2, held, 0)
+    second = await generate_in(slots, ref, [5, 6], limits=limits, sampling={"temperature": 1.0})
+    assert (second.accepted.num_prompt_tokens, second.accepted.num_cached_tokens >= held) == (held + 2, True)
+    again_ref, _ = await slots.acquire(decode_mode=mode)
+    await generate_in(slots, again_ref, "hello", limits=limits)
+    sampling = {"temperature": 1.0, "seed": second.accepted.effective.sampling.seed}
+    again = await generate_in(slots, again_ref, [5, 6], limits=limits, sampling=sampling)
+    assert again.outputs[0].text == second.outputs[0].text, "the seed that was drawn is the one that is told"
+    for owned in (ref, again_ref):
+        await slots.release(owned)
+    await eventually(lambda: is_idle(server))
+
+
+async def test_a_slot_that_generate_may_not_use_is_refused(served: tuple[Server, Slots]) -> None:
+    server, slots = served
+    ref, _ = await slots.acquire()
+    before = stats(server).num_prompt_tokens
+    foreign = slot_pb2.SlotRef(name=ref.name, epoch=ref.epoch)
+    assert (await failure(generate_in(slots, foreign, "x"))).reason == "FOREIGN_SLOT"
+    stale = slot_pb2.SlotRef(name=ref.name, epoch=ref.epoch + 7, secret=ref.secret)
+    assert (await failure(generate_in(slots, stale, "x"))).reason == "STALE_EPOCH"
+    mismatch = await failure(generate_in(slots, ref, "x", decode_mode=DecodeMode.PER_SLOT))
+    assert (mismatch.reason, mismatch.metadata["call"]) == ("DECODE_MODE_MISMATCH", "GenerateOnce")
+    assert (mismatch.metadata["engine_mode"], mismatch.metadata["requested_mode"]) == ("AUTO", "PER_SLOT")
+    bad = await failure(generate_in(slots, ref, "x", sampling={"temperature": -1.0}))
+    assert bad.field_violations[0].field == "spec.sampling.temperature"
+    long = await failure(generate_in(slots, ref, [5] * 2048))
+    assert (long.reason, long.field_violations[0].field) == ("PROMPT_TOO_LONG", "spec.token_ids")
+    assert (await slots.get(ref.name)).state == ACQUIRED and stats(server).num_prompt_tokens == before
+
+
+async def test_releasing_the_slot_ends_the_generation_in_it(endless: tuple[Server, Slots]) -> None:
+    server, slots = endless
+    ref, _ = await slots.acquire()
+    running = asyncio.create_task(generate_in(slots, ref, "x", limits={"max_tokens": 90_000}))
+    async with asyncio.timeout(10):
+        while (await slots.get(ref.name)).state != DECODING:
+            await asyncio.sleep(0.002)
+    await slots.release(ref)
+    assert (await failure(running)).reason == "LEASE_LOST"
+    await eventually(lambda: is_idle(server))
+
+
+# ---- memory ----
+
+
+async def test_a_weight_set_that_does_not_fit_is_refused_before_anything_is_loaded(
+    random_model: Path, tmp_path: Path
+) -> None:
+    async with serving(random_model, tmp_path / "a", decode_mode="auto", kv_memory="4MiB") as (_, client):
+        needed = (await client.get_model()).plan.total_bytes
+    settings: dict[str, Any] = {"decode_mode": "auto", "kv_memory": "4MiB", "memory_limit": needed + 1000}
+    async with serving(random_model, tmp_path, **settings) as (server, client):
+        slots = Slots(client)
+        await client.generate_once("hello", max_tokens=2)
+        for work in (
+            slots.acquire(decode_mode=DecodeMode.PER_SLOT),
+            client.generate_once("hello", max_tokens=2, decode_mode=DecodeMode.PER_SLOT),
+        ):
+            refused = await failure(work)
+            assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MEMORY")
+            assert int(refused.metadata["bytes_needed"]) > int(refused.metadata["bytes_free"])
+            assert refused.metadata["remedy"]
+        sets = (await client.get_model()).plan.weight_sets
+        assert [(one.decode_mode, one.is_loaded) for one in sets] == [(1, True), (2, False)]
+        assert (await client.generate_once("hello", max_tokens=2)).usage.num_generated_tokens == 2
+        await eventually(lambda: is_idle(server))

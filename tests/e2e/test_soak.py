@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -54,8 +55,8 @@ async def visit(client: AsyncClient, number: int, expected: dict[int, str], dice
         stream.close()
     else:
         await client.cancel(request_id)
-        with pytest.raises(CallCancelledError):
-            await stream.result()
+        with contextlib.suppress(CallCancelledError):
+            assert (await stream.result()).finish_reason == "MAX_TOKENS", "it had ended before the cancel came"
     return way
 
 

@@ -9,6 +9,7 @@ contract's own messages and stubs.
 """
 
 from xllm_client.aio import AsyncClient, AsyncGeneration
+from xllm_client.aio_slots import AsyncSlot
 from xllm_client.client import Client, Generation
 from xllm_client.endpoint import Endpoint, default_endpoint
 from xllm_client.errors import (
@@ -33,7 +34,8 @@ from xllm_client.errors import (
 )
 from xllm_client.events import Event, Result, finish_reason_name
 from xllm_client.retry import NO_RETRY, RetryPolicy
-from xllm_client.types import ChatOptions, DecodeMode, GenerateOptions, Message, Prompt, Tls
+from xllm_client.slots import Slot
+from xllm_client.types import ChatOptions, DecodeMode, DecodeSlotOptions, GenerateOptions, Message, Prompt, Tls
 
 __all__ = [
     "NO_RETRY",
@@ -41,6 +43,7 @@ __all__ = [
     "AlreadyExistsError",
     "AsyncClient",
     "AsyncGeneration",
+    "AsyncSlot",
     "CallCancelledError",
     "ChatOptions",
     "Client",
@@ -48,6 +51,7 @@ __all__ = [
     "DeadlineExceededError",
     "DecodeMode",
     "DecodeModeMismatchError",
+    "DecodeSlotOptions",
     "Endpoint",
     "Event",
     "FailedPreconditionError",
@@ -64,6 +68,7 @@ __all__ = [
     "ResourceExhaustedError",
     "Result",
     "RetryPolicy",
+    "Slot",
     "Tls",
     "UnauthenticatedError",
     "UnavailableError",

@@ -15,12 +15,13 @@ from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from xllm_client import request
+from xllm_client.aio_slots import AdaptedAsyncCall, AsyncSlot
 from xllm_client.channel import channel_settings
 from xllm_client.errors import from_rpc_error
 from xllm_client.events import Event, Result, ResultBuilder
 from xllm_client.readiness import CHECK_TIMEOUT_S, POLL_S, is_transient, not_ready
 from xllm_client.retry import RetryPolicy, time_left
-from xllm_client.types import ChatOptions, GenerateOptions, Message, Prompt, Tls
+from xllm_client.types import ChatOptions, DecodeMode, DecodeSlotOptions, GenerateOptions, Message, Prompt, Tls
 from xllm_client.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -29,6 +30,8 @@ from xllm_client.v1 import (
     generation_service_pb2_grpc,
     model_service_pb2,
     model_service_pb2_grpc,
+    slot_pb2,
+    slot_service_pb2,
     slot_service_pb2_grpc,
 )
 
@@ -156,6 +159,30 @@ class AsyncClient:
         call = model_service_pb2.GetModelRequest(model=model, include_metadata=include_metadata)
         return (await self._call(self._model.GetModel, call)).model
 
+    async def acquire_slot(
+        self,
+        model: str = "",
+        *,
+        expected_digest: str = "",
+        decode_mode: DecodeMode = DecodeMode.AUTO,
+        slot_name: str = "",
+        lease_s: float | None = None,
+        max_wait_s: float = 0.0,
+    ) -> AsyncSlot:
+        """Own a free slot for `lease_s` seconds (None: the server's default), waiting for one up to `max_wait_s`."""
+        call = request.acquire_request(model, expected_digest, decode_mode, slot_name, lease_s, max_wait_s)
+        reply = await self._call(self.slots.AcquireSlot, call)
+        return AsyncSlot(self, reply.ref, reply.slot)
+
+    def decode_batch(self, slots: Sequence[AsyncSlot], **options: Unpack[DecodeSlotOptions]) -> AsyncGeneration:
+        """Generate in several batched slots in lock-step; `output_index` of an event is the slot's place here."""
+        call = request.decode_batch_request([slot.ref for slot in slots], options)
+        return self._decode(self.slots.DecodeBatch, call, options.get("timeout_s"))
+
+    async def list_slots(self, model: str = "") -> list[slot_pb2.Slot]:
+        """Return every slot as it is now; "" is those of all models."""
+        return list((await self._call(self.slots.ListSlots, slot_service_pb2.ListSlotsRequest(model=model))).slots)
+
     async def server_info(self) -> admin_service_pb2.GetServerInfoResponse:
         """Return the server's build, capabilities and limits."""
         return await self._call(self._admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())
@@ -210,6 +237,18 @@ class AsyncClient:
     def _deadline(self, timeout_s: float | None) -> float | None:
         timeout = timeout_s if timeout_s is not None else self._timeout_s
         return time.monotonic() + timeout if timeout is not None else None
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        return timeout_s if timeout_s is not None else self._timeout_s
+
+    def _decode(self, method: Any, message: ProtoMessage, timeout_s: float | None) -> AsyncGeneration:
+        def start(time_left_s: float | None) -> Any:
+            call = method(message, timeout=time_left_s, metadata=self._metadata)
+            return AdaptedAsyncCall(call, request.as_generation)
+
+        generation = AsyncGeneration(start, self._retry, self._deadline(timeout_s), self.endpoint)
+        self._running.add(generation)
+        return generation
 
     def _stream(self, spec: generation_service_pb2.GenerationSpec, timeout_s: float | None) -> AsyncGeneration:
         call = generation_service_pb2.GenerateRequest(spec=spec)

@@ -8,8 +8,8 @@ from typing import Any
 
 from google.protobuf import duration_pb2
 
-from xllm_client.types import ChatOptions, GenerateOptions, Message, Prompt
-from xllm_client.v1 import chat_pb2, generation_service_pb2, sampling_pb2
+from xllm_client.types import ChatOptions, DecodeSlotOptions, GenerateOptions, Message, Prompt
+from xllm_client.v1 import chat_pb2, generation_service_pb2, sampling_pb2, slot_pb2, slot_service_pb2
 
 _SAMPLING = (
     "temperature",
@@ -65,6 +65,78 @@ def chat_message_list(messages: Sequence[Message], options: Mapping[str, Any]) -
     if "add_generation_prompt" in options:
         chat.add_generation_prompt = options["add_generation_prompt"]
     return chat
+
+
+def acquire_request(
+    model: str, expected_digest: str, decode_mode: int, slot_name: str, lease_s: float | None, max_wait_s: float
+) -> slot_service_pb2.AcquireSlotRequest:
+    """Build an AcquireSlot; see Client.acquire_slot."""
+    return slot_service_pb2.AcquireSlotRequest(
+        model=model,
+        expected_digest=expected_digest,
+        decode_mode=decode_mode,  # type: ignore[arg-type]  # the same numbers
+        slot_name=slot_name,
+        ttl=optional_duration(lease_s),
+        max_wait=duration(max_wait_s),
+    )
+
+
+def prefill_request(
+    ref: slot_pb2.SlotRef, prompt: Prompt, add_special_tokens: bool | None, parse_special: bool
+) -> slot_service_pb2.PrefillRequest:
+    """Build a Prefill of a text or token prompt."""
+    call = slot_service_pb2.PrefillRequest(ref=ref)
+    if isinstance(prompt, str):
+        call.text = prompt
+        call.text_options.parse_special = parse_special
+        if add_special_tokens is not None:
+            call.text_options.add_special_tokens = add_special_tokens
+    else:
+        call.token_ids.SetInParent()
+        call.token_ids.ids.extend(prompt)
+    return call
+
+
+def decode_slot_request(ref: slot_pb2.SlotRef, options: DecodeSlotOptions) -> slot_service_pb2.DecodeSlotRequest:
+    """Build a DecodeSlot. Raises TypeError for an unknown option or a wrong type."""
+    return slot_service_pb2.DecodeSlotRequest(
+        ref=ref, options=_decode_options(options), request_id=options.get("request_id", "")
+    )
+
+
+def decode_batch_request(
+    refs: Sequence[slot_pb2.SlotRef], options: DecodeSlotOptions
+) -> slot_service_pb2.DecodeBatchRequest:
+    """Build a DecodeBatch, with the same options for every slot. Raises as decode_slot_request."""
+    same = _decode_options(options)
+    entries = [slot_service_pb2.DecodeBatchEntry(ref=ref, options=same) for ref in refs]
+    return slot_service_pb2.DecodeBatchRequest(entries=entries, request_id=options.get("request_id", ""))
+
+
+def as_generation(
+    message: slot_service_pb2.DecodeSlotResponse | slot_service_pb2.DecodeBatchResponse,
+) -> generation_service_pb2.GenerateResponse:
+    """Return an event of a decode as one of a generation; a batch is accepted as its first slot is."""
+    response = generation_service_pb2.GenerateResponse(sequence=message.sequence)
+    kind = message.WhichOneof("event")
+    if kind == "accepted":
+        accepted = message.accepted
+        first = accepted.entries[0] if isinstance(accepted, slot_service_pb2.DecodeBatchAccepted) else accepted
+        response.accepted.CopyFrom(first)
+    elif kind is not None:
+        getattr(response, kind).CopyFrom(getattr(message, kind))
+    return response
+
+
+def _decode_options(options: DecodeSlotOptions) -> slot_service_pb2.DecodeOptions:
+    spec = _spec(dict(options), DecodeSlotOptions.__optional_keys__)
+    parts = {name: getattr(spec, name) for name in ("sampling", "stop", "constraint", "output", "limits")}
+    return slot_service_pb2.DecodeOptions(**parts)
+
+
+def optional_duration(seconds: float | None) -> duration_pb2.Duration | None:
+    """Return seconds as a Duration; None for None."""
+    return None if seconds is None else duration(seconds)
 
 
 def duration(seconds: float) -> duration_pb2.Duration:

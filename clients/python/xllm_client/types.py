@@ -68,6 +68,35 @@ class GenerateOptions(TypedDict, total=False):
     timeout_s: float
 
 
+class DecodeSlotOptions(TypedDict, total=False):
+    """Keyword arguments of a decode in a slot: those of GenerateOptions that are about choosing and ending."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+    json_object: bool
+    token_ids: bool
+    top_logprobs: int
+    request_id: str
+    max_duration_s: float
+    timeout_s: float
+
+
 class ChatOptions(GenerateOptions, total=False):
     """Keyword arguments of a chat: those of a generation, and what the chat template takes.
 

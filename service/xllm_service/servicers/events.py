@@ -103,8 +103,7 @@ class EventMaker:
         clock = self.clock
         self.seat(event)
         if clock.accepted is None:
-            # note: by the engine's own clock, so that queue and prefill together never exceed the time to first token.
-            clock.accepted = (clock.submitted or clock.arrival) + event.queue_s
+            clock.accepted = time.monotonic()
             self._metrics.queue_time.observe(clock.queue_s)
         if num_prompt is None:
             num_prompt, num_cached = event.num_prompt_tokens, event.num_cached_tokens
@@ -193,8 +192,10 @@ class EventMaker:
     def timings(self, events: Sequence[FinishedEvent]) -> generation_pb2.Timings:
         """Where a call's time went, for its end and its receipt."""
         clock = self.clock
+        # note: by the engine's own clock, so that queue and prefill together never exceed the time to first token.
+        before_s = (clock.submitted or clock.arrival) - clock.arrival
         timings = generation_pb2.Timings(
-            queue=convert.duration(clock.queue_s),
+            queue=convert.duration(before_s + max((event.queue_s for event in events), default=0.0)),
             prefill=convert.duration(max((event.prefill_s for event in events), default=0.0)),
             decode=convert.duration(max((event.decode_s for event in events), default=0.0)),
             total=convert.duration(time.monotonic() - clock.arrival),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import secrets
 import time
+from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from xllm_client.v1 import generation_pb2, generation_service_pb2, generation_service_pb2_grpc
 from xllm_service import convert
 from xllm_service.admission import GenerationState, state_value
-from xllm_service.engine import Bounds
+from xllm_service.engine import AcceptedEvent, AsyncEngine, Bounds, DecodeMode, SlotState
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
 from xllm_service.interceptors import principal
 from xllm_service.servicers.events import EventMaker, Send
 from xllm_service.servicers.live_call import live_call
 from xllm_service.servicers.prompt import check_digest, prompt_ids
+from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
-from xllm_service.validation import validate
+from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot
+from xllm_service.validation import DecodeChoices, validate
 
 
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
@@ -88,28 +94,31 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.EstimateGenerationResponse:
         """What a generation would meet; computes nothing but the prompt's tokens."""
         spec = request.spec
-        hosted = self._served.get(spec.model, "spec.model")
+        hosted, owned = self._place(spec)
         engine = hosted.engine
         valid = validate(spec, self._served.limits(engine.model))
-        mode = engine.resolve_mode(valid.choices.decode_mode, "EstimateGeneration")
+        mode = _mode(engine, owned, valid.choices, "EstimateGeneration")
         await check_digest(engine.model, valid.expected_digest)
-        prompt = await prompt_ids(engine.model, valid.prompt, "spec.")
+        prompt = await prompt_ids(engine.model, valid.prompt, "spec.", add_special=_is_first(owned))
+        num_held = owned.info.num_tokens if owned is not None else 0
+        num_tokens = num_held + len(prompt)
         info, stats = engine.info, engine.stats()
-        left = info.max_seq_len - len(prompt)
+        left = info.max_seq_len - num_tokens
         bound = valid.choices.max_tokens
         max_new = max(0, left if bound is None else min(left, bound))
         reason = ""
         if left < 1:
             reason = Reason.PROMPT_TOO_LONG.value
-        elif len(prompt) + 1 > stats.blocks_total * info.block_size:
+        elif num_tokens + 1 > stats.blocks_total * info.block_size:
             reason = Reason.NEVER_FITS.value
-        can_start = stats.num_waiting == 0 and stats.slots_used < stats.slots_total
+        can_start = owned is not None or (stats.num_waiting == 0 and stats.slots_used < stats.slots_total)
         return generation_service_pb2.EstimateGenerationResponse(
             model=hosted.name,
             decode_mode=convert.decode_mode(int(mode)),
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=num_tokens,
+            num_cached_tokens=num_held,
             max_new_tokens=max_new,
-            num_kv_blocks_needed=-(-(len(prompt) + max_new) // info.block_size),
+            num_kv_blocks_needed=-(-(num_tokens + max_new) // info.block_size),
             fits=not reason,
             refusal_reason=reason,
             queue_position=0 if can_start else stats.num_waiting + 1,
@@ -118,7 +127,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     async def _run(self, call: str, spec: generation_service_pb2.GenerationSpec, context: Any, send: Send) -> None:
         """Check a request, run it and send its events."""
         arrival = time.monotonic()
-        hosted = self._served.get(spec.model, "spec.model")
+        hosted, owned = self._place(spec)
         engine = hosted.engine
         request = validate(spec, self._served.limits(engine.model))
         choices = request.choices
@@ -126,18 +135,25 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         async with live_call(
             self._served, context, request_id=request.request_id, model=hosted.name, fingerprint=fingerprint
         ) as live:
-            try:
+            with _in_the_callers_words(call, spec, owned):
                 await check_digest(engine.model, request.expected_digest)
-                prompt = await prompt_ids(engine.model, request.prompt, "spec.")
+                prompt = await prompt_ids(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
                 make.clock.submitted = time.monotonic()
                 bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
-                events = engine.generate(prompt, choices, bounds, on_stall=live.stalled)
+                if owned is None:
+                    events = engine.generate(prompt, choices, bounds, on_stall=live.stalled)
+                else:
+                    _mode(engine, owned, choices, call)
+                    if choices.seed is None:  # drawn here, as the first event tells it before the decode begins
+                        choices = replace(choices, seed=secrets.randbits(64))
+                    slot = owned.ownership.slot
+                    events = engine.generate_in(slot, prompt, choices, bounds, on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
                         if progress.accepted is not None:
                             live.state = GenerationState.RUNNING
-                            await send(make.accepted(choices, progress.accepted))
+                            await send(_accepted(make, choices, progress.accepted, owned))
                         if progress.prefill is not None and not progress.tokens and progress.finished is None:
                             told = make.prefill(progress.prefill)
                             if told is not None:
@@ -148,9 +164,15 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                         if progress.finished is not None:
                             await send(make.output_finished(choices, progress.finished))
                             await send(make.finished([progress.finished]))
-            except ServiceError as error:
-                _name_what_was_asked(error, call, spec)
-                raise
+
+    def _place(self, spec: generation_service_pb2.GenerationSpec) -> tuple[Hosted, OwnedSlot | None]:
+        """Return the engine that is meant, and the caller's own slot where one is named."""
+        if not spec.HasField("slot"):
+            return self._served.get(spec.model, "spec.model"), None
+        owned = owned_slot(self._served, spec.slot, "spec.slot")
+        if spec.model and spec.model != owned.hosted.name:
+            raise InvalidFieldError([("spec.slot", f"expected a slot of {spec.model}, found {spec.slot.name}")])
+        return self._served.get(owned.hosted.name, "spec.model"), owned
 
 
 _EVENT_FIELDS = {
@@ -162,10 +184,43 @@ _EVENT_FIELDS = {
 }
 
 
-def _name_what_was_asked(error: ServiceError, call: str, spec: generation_service_pb2.GenerationSpec) -> None:
-    """Say of a refusal from below, in the caller's words, which call and which field it is about."""
-    if error.reason is Reason.DECODE_MODE_MISMATCH:
-        error.message = error.message.replace(error.metadata.get("call", ""), call)
-        error.metadata["call"] = call
-    elif error.reason in (Reason.PROMPT_TOO_LONG, Reason.NEVER_FITS):
-        error.field = f"spec.{spec.WhichOneof('input')}"
+def _is_first(owned: OwnedSlot | None) -> bool:
+    """Whether a prompt begins a sequence, so that the tokenizer's own tokens go around it."""
+    return owned is None or owned.info.state is SlotState.ACQUIRED
+
+
+def _mode(engine: AsyncEngine, owned: OwnedSlot | None, choices: DecodeChoices, call: str) -> DecodeMode:
+    """Return the mode in effect: the slot's own, where there is one. Raises DECODE_MODE_MISMATCH."""
+    if owned is None:
+        return engine.resolve_mode(choices.decode_mode, call)
+    return owned.resolve_mode(choices.decode_mode, call)
+
+
+def _accepted(
+    make: EventMaker, choices: DecodeChoices, event: AcceptedEvent, owned: OwnedSlot | None
+) -> generation_pb2.Accepted:
+    if owned is None:
+        return make.accepted(choices, event)
+    num_held = owned.info.num_tokens
+    num_prompt = num_held + event.num_prompt_tokens
+    left = owned.hosted.engine.info.max_seq_len - num_prompt
+    event.seed = choices.seed or 0
+    event.max_tokens = left if choices.max_tokens is None else min(left, choices.max_tokens)
+    return make.accepted(choices, event, num_prompt=num_prompt, num_cached=num_held + event.num_cached_tokens)
+
+
+@contextlib.contextmanager
+def _in_the_callers_words(
+    call: str, spec: generation_service_pb2.GenerationSpec, owned: OwnedSlot | None
+) -> Iterator[None]:
+    """Say of a refusal from below which call, slot and field of the request it is about."""
+    try:
+        with explained(call, [owned], options_path="spec.") if owned is not None else contextlib.nullcontext():
+            yield
+    except ServiceError as error:
+        if error.reason is Reason.DECODE_MODE_MISMATCH:
+            error.message = error.message.replace(error.metadata.get("call", ""), call)
+            error.metadata["call"] = call
+        elif error.reason in (Reason.PROMPT_TOO_LONG, Reason.NEVER_FITS):
+            error.field = f"spec.{spec.WhichOneof('input')}"
+        raise

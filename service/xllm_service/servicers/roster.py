@@ -100,7 +100,7 @@ class Roster:
 
     def loaded(self) -> list[Hosted]:
         """Those whose engine runs, by name."""
-        return [hosted for hosted in self if hosted.is_loaded]
+        return [hosted for hosted in self if hosted.is_loaded and not hosted.engine.is_closed]
 
     def stats(self) -> dict[str, EngineStats]:
         """A snapshot of each engine that runs."""

@@ -8,7 +8,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
@@ -34,20 +33,12 @@ from xllm_service.servicers.ownership import Ownership, parse_slot_name, slot_na
 from xllm_service.servicers.prompt import check_digest, prompt_ids
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
+from xllm_service.servicers.slot_access import OwnedSlot, explain, explained, find_slot, no_slot, owned_slot
 from xllm_service.validation import Checker, DecodeChoices, validate_decode, validate_prompt
 
 _DEFAULT_LEASE_S = 60.0
 _POLL_S = 0.01  # between looks for a free slot
 _MAX_WAIT_S = 86400.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    """A slot that a call may use: its caller owns it."""
-
-    hosted: Hosted
-    ownership: Ownership
-    info: SlotInfo
 
 
 class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
@@ -80,7 +71,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
                 slot = hosted.engine.acquire(request.decode_mode, lease_s, index)
                 break
             except ServiceError as error:
-                _explain(error, "AcquireSlot", request.slot_name)
+                explain(error, "AcquireSlot", request.slot_name)
                 if error.reason is not Reason.NO_FREE_SLOT or time.monotonic() >= give_up_at:
                     raise
             await asyncio.sleep(min(_POLL_S, max(0.0, give_up_at - time.monotonic())))
@@ -106,8 +97,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         check = Checker()
         lease_s = self._lease(check, request)
         check.raise_if_any()
-        owned = self._owned(request.ref)
-        with _explained("RenewSlot", [owned]):
+        owned = owned_slot(self._served, request.ref)
+        with explained("RenewSlot", [owned]):
             info = owned.hosted.engine.renew(owned.ownership.slot, lease_s)
         return slot_service_pb2.RenewSlotResponse(slot=self._message(owned.hosted, info))
 
@@ -115,8 +106,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         self, request: slot_service_pb2.ReleaseSlotRequest, context: Any
     ) -> slot_service_pb2.ReleaseSlotResponse:
         """Give a slot back."""
-        owned = self._owned(request.ref)
-        with _explained("ReleaseSlot", [owned]):
+        owned = owned_slot(self._served, request.ref)
+        with explained("ReleaseSlot", [owned]):
             info = owned.hosted.engine.release(owned.ownership.slot)
         return slot_service_pb2.ReleaseSlotResponse(slot=self._message(owned.hosted, info))
 
@@ -124,7 +115,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
 
     async def GetSlot(self, request: slot_service_pb2.GetSlotRequest, context: Any) -> slot_service_pb2.GetSlotResponse:
         """One slot as it is now."""
-        hosted, info = self._find(request.name, "name")
+        hosted, info = find_slot(self._served, request.name, "name")
         return slot_service_pb2.GetSlotResponse(slot=self._message(hosted, info))
 
     async def ListSlots(
@@ -143,7 +134,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
     ) -> None:
         """Compute a prompt into an ACQUIRED slot, or append one to a READY slot."""
         arrival = time.monotonic()
-        owned = self._owned(request.ref)
+        owned = owned_slot(self._served, request.ref)
         hosted = owned.hosted
         engine = hosted.engine
         prompt = validate_prompt(request, self._served.limits(engine.model))
@@ -151,13 +142,13 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         async with live_call(
             self._served, context, request_id="", model=hosted.name, fingerprint=_fingerprint(request)
         ) as live:
-            with _explained("Prefill", [owned], prompt_field=request.WhichOneof("input") or ""):
+            with explained("Prefill", [owned], prompt_field=request.WhichOneof("input") or ""):
                 is_first = owned.info.state is SlotState.ACQUIRED
                 ids = await prompt_ids(engine.model, prompt, "", add_special=is_first)
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
                 make.clock.submitted = time.monotonic()
                 slot = owned.ownership.slot
-                events = engine.prefill(slot, ids, context.time_remaining(), on_stall=live.stalled)
+                events = engine.prefill(slot, ids, Bounds(context.time_remaining()), on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
                         if progress.accepted is not None:
@@ -180,7 +171,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
     ) -> None:
         """Per-slot API: decode one READY slot."""
         arrival = time.monotonic()
-        owned = self._owned(request.ref)
+        owned = owned_slot(self._served, request.ref)
         hosted = owned.hosted
         limits = self._served.limits(hosted.engine.model)
         (choices,) = validate_decode(request.request_id, {"options.": request.options}, limits)
@@ -196,7 +187,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             make.clock.submitted = time.monotonic()
             bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
             events = hosted.engine.decode_slot(owned.ownership.slot, choices, bounds, on_stall=live.stalled)
-            with _explained("DecodeSlot", [owned], options_path="options."):
+            with explained("DecodeSlot", [owned], options_path="options."):
                 async with aclosing(events):
                     async for progress in events:
                         if progress.accepted is not None:
@@ -233,7 +224,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             accepted: dict[int, AcceptedEvent] = {}
             held: list[Progress] = []
             ended: list[FinishedEvent] = []
-            with _explained("DecodeBatch", entries):
+            with explained("DecodeBatch", entries):
                 async with aclosing(events):
                     async for batch in events:
                         if len(accepted) < len(entries):
@@ -262,43 +253,15 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         default_s = min(_DEFAULT_LEASE_S, longest)
         return check.span(request, "ttl", "", default_s, low=1.0, high=longest, open_low=False) or default_s
 
-    def _find(self, name: str, field: str) -> tuple[Hosted, SlotInfo]:
-        """Return a slot by its name. Raises SLOT_NOT_FOUND."""
-        if not name:
-            raise InvalidFieldError([(field, "expected the name of a slot, found nothing")])
-        parsed = parse_slot_name(name)
-        hosted = self._served.roster.find(parsed[0]) if parsed is not None else None
-        if parsed is None or hosted is None or not hosted.is_loaded:
-            raise _no_slot(name)
-        info = hosted.engine.slot(parsed[1])
-        if info is None:
-            raise _no_slot(name)
-        return hosted, info
-
-    def _owned(self, ref: slot_pb2.SlotRef, path: str = "ref") -> _Owned:
-        """Return the slot that a call means. Raises SLOT_NOT_FOUND, STALE_EPOCH, FOREIGN_SLOT.
-
-        Whether the lease still runs is for the engine to say, in the call itself.
-        """
-        hosted, info = self._find(ref.name, f"{path}.name")
-        ownership = hosted.owners.get(info.slot)
-        if ownership is None or ownership.slot.epoch != ref.epoch:
-            if info.epoch != ref.epoch or info.state is SlotState.FREE:
-                raise _stale(ref.name, ref.epoch, info.epoch)
-            raise _foreign(ref.name)  # a generation's own slot
-        if not ownership.is_of(principal.get(), ref.secret):
-            raise _foreign(ref.name)
-        return _Owned(hosted, ownership, info)
-
-    def _batch(self, entries: Sequence[slot_service_pb2.DecodeBatchEntry]) -> list[_Owned]:
+    def _batch(self, entries: Sequence[slot_service_pb2.DecodeBatchEntry]) -> list[OwnedSlot]:
         """Return the slots of a batch. Raises also INVALID_FIELD for none, one given twice, and several engines."""
         if not entries:
             raise InvalidFieldError([("entries", "expected at least one slot, found nothing")])
         names: dict[str, int] = {}
-        owned: list[_Owned] = []
+        owned: list[OwnedSlot] = []
         for index, entry in enumerate(entries):
             path = f"entries[{index}].ref"
-            one = self._owned(entry.ref, path)
+            one = owned_slot(self._served, entry.ref, path)
             if entry.ref.name in names:
                 raise InvalidFieldError([(path, f"{entry.ref.name} is entry {names[entry.ref.name]} too")])
             if owned and one.hosted is not owned[0].hosted:
@@ -366,7 +329,9 @@ async def _send_output(stream: _Stream, make: EventMaker, choices: DecodeChoices
         await stream.send(output_finished=make.output_finished(choices, progress.finished, progress.index))
 
 
-def _accepted(make: EventMaker, choices: DecodeChoices, event: AcceptedEvent, owned: _Owned) -> generation_pb2.Accepted:
+def _accepted(
+    make: EventMaker, choices: DecodeChoices, event: AcceptedEvent, owned: OwnedSlot
+) -> generation_pb2.Accepted:
     num_tokens = owned.info.num_tokens
     return make.accepted(choices, event, num_prompt=num_tokens, num_cached=max(0, num_tokens - 1))
 
@@ -384,65 +349,9 @@ def _snapshot(hosted: Hosted, index: int) -> SlotInfo:
 def _index_in(hosted: Hosted, name: str) -> int:
     parsed = parse_slot_name(name)
     if parsed is None or parsed[0] != hosted.name or hosted.engine.slot(parsed[1]) is None:
-        raise _no_slot(name)
+        raise no_slot(name)
     return parsed[1]
 
 
 def _fingerprint(request: Message) -> bytes:
     return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-
-
-def _no_slot(name: str) -> ServiceError:
-    return ServiceError(
-        Reason.SLOT_NOT_FOUND, f"no slot {name!r} is here; see ListSlots", resource=("xllm.v1.Slot", name)
-    )
-
-
-def _foreign(name: str) -> ServiceError:
-    return ServiceError(
-        Reason.FOREIGN_SLOT, f"{name} belongs to somebody else; pass the SlotRef that AcquireSlot returned, as it is"
-    )
-
-
-def _stale(name: str, epoch: int, current: int) -> ServiceError:
-    return ServiceError(
-        Reason.STALE_EPOCH,
-        f"{name} is no longer yours: epoch {epoch} is over; acquire a slot",
-        metadata={"slot": name, "epoch": epoch, "current_epoch": current},
-    )
-
-
-@contextlib.contextmanager
-def _explained(call: str, entries: Sequence[_Owned], *, prompt_field: str = "", options_path: str = "") -> Any:
-    """Say of a refusal from below, in the caller's words, which call, slot and field it is about."""
-    try:
-        yield
-    except ServiceError as error:
-        index = error.metadata.pop("entry", "")
-        at = int(index) if index else 0
-        owned = entries[at]
-        name = slot_name(owned.hosted.name, owned.info.slot)
-        if index and len(entries) > 1 and name not in error.message:
-            error.message = f"entries[{at}] ({name}): {error.message}"
-        path = f"entries[{at}].options." if call == "DecodeBatch" else options_path
-        if prompt_field and error.reason in (Reason.PROMPT_TOO_LONG, Reason.NEVER_FITS):
-            error.field = prompt_field
-        elif error.field.startswith("spec."):
-            error.field = path + error.field.removeprefix("spec.")
-        _explain(error, call, name)
-        if error.reason is Reason.STALE_EPOCH:
-            epoch = owned.ownership.slot.epoch
-            info = owned.hosted.engine.slot(owned.info.slot)
-            error.metadata = {"slot": name, "epoch": str(epoch), "current_epoch": str(info.epoch if info else epoch)}
-        elif error.reason is Reason.SLOT_STATE:
-            info = owned.hosted.engine.slot(owned.info.slot) or owned.info
-            error.metadata |= {"state": info.state.name}
-        raise
-
-
-def _explain(error: ServiceError, call: str, name: str) -> None:
-    if error.reason is Reason.DECODE_MODE_MISMATCH:
-        error.message = error.message.replace(error.metadata.get("call", ""), call)
-        error.metadata["call"] = call
-    elif error.reason in (Reason.SLOT_STATE, Reason.LEASE_LOST):
-        error.metadata |= {"slot": name, "call": call}

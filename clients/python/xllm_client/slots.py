@@ -1,0 +1,104 @@
+"""Slots for ordinary code: own one, fill it, decode it, give it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import grpc
+
+from xllm_client import request
+from xllm_client.errors import from_rpc_error
+from xllm_client.types import DecodeMode, DecodeSlotOptions, Prompt
+from xllm_client.v1 import generation_service_pb2, slot_pb2, slot_service_pb2
+
+if TYPE_CHECKING:
+    from xllm_client.client import Client, Generation
+
+
+class Slot:
+    """A slot that this client owns; made by `Client.acquire_slot`. The end of a `with` statement releases it.
+
+    Attributes:
+        ref: what names this ownership to the calls on the contract's stub, its secret included.
+        info: the slot as the latest of these calls saw it.
+    """
+
+    def __init__(self, client: Client, ref: slot_pb2.SlotRef, info: slot_pb2.Slot) -> None:
+        """Take over what AcquireSlot returned."""
+        self.ref = ref
+        self.info = info
+        self._client = client
+
+    @property
+    def decode_mode(self) -> DecodeMode:
+        """The mode in effect, fixed when it was acquired."""
+        return DecodeMode(self.info.decode_mode)
+
+    def renew(self, lease_s: float | None = None) -> None:
+        """Let the lease end so many seconds from now; None: the server's default."""
+        call = slot_service_pb2.RenewSlotRequest(ref=self.ref, ttl=request.optional_duration(lease_s))
+        self.info = self._client._call(self._client.slots.RenewSlot, call).slot
+
+    def refresh(self) -> slot_pb2.Slot:
+        """Look at the slot again, and return it."""
+        call = slot_service_pb2.GetSlotRequest(name=self.ref.name)
+        self.info = self._client._call(self._client.slots.GetSlot, call).slot
+        return self.info
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool | None = None,
+        parse_special: bool = False,
+        timeout_s: float | None = None,
+    ) -> slot_service_pb2.PrefillFinished:
+        """Compute a prompt into the slot, or append one; returns when it is in."""
+        call = request.prefill_request(self.ref, prompt, add_special_tokens, parse_special)
+        client = self._client
+        try:
+            for message in client.slots.Prefill(call, timeout=client._timeout(timeout_s), metadata=client.metadata):
+                if message.HasField("finished"):
+                    finished = message.finished
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, client.endpoint) from error
+        self.info = finished.slot
+        return finished
+
+    def decode(self, **options: Unpack[DecodeSlotOptions]) -> Generation:
+        """Generate in the slot, by the API of its mode, and yield events as they come. It stays owned."""
+        if self.decode_mode is DecodeMode.BATCHED:
+            return self._client.decode_batch([self], **options)
+        call = request.decode_slot_request(self.ref, options)
+        return self._client._decode(self._client.slots.DecodeSlot, call, options.get("timeout_s"))
+
+    def release(self) -> None:
+        """Give it back; what runs in it ends. Raises AbortedError when it was lost before."""
+        call = slot_service_pb2.ReleaseSlotRequest(ref=self.ref)
+        self.info = self._client._call(self._client.slots.ReleaseSlot, call).slot
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class AdaptedCall(Iterator[generation_service_pb2.GenerateResponse]):
+    """A decode of slots as a generation's stream."""
+
+    def __init__(self, call: Any, convert: Callable[[Any], generation_service_pb2.GenerateResponse]) -> None:
+        """Convert each message of a running call."""
+        self._call = call
+        self._convert = convert
+
+    def __next__(self) -> generation_service_pb2.GenerateResponse:
+        return self._convert(next(self._call))
+
+    def cancel(self) -> None:
+        """Cancel the call."""
+        self._call.cancel()
