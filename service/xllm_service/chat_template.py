@@ -14,6 +14,7 @@ the tokenizer never joins into a control token. All other text renders exactly a
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -156,18 +157,21 @@ class ChatTemplate:
                 raise TemplateRenderError(
                     f"messages[{index}].role: expected a name of letters, digits and _ . -, found {role!r}"
                 )
-        mark = self._choose_mark((messages, tools, arguments or {}))
-        context: dict[str, Any] = {
-            **self._variables,
-            **self._guard(dict(arguments or {}), mark),
-            "messages": [
-                {key: value if key == "role" else self._guard(value, mark) for key, value in message.items()}
-                for message in messages
-            ],
-            "add_generation_prompt": add_generation_prompt,
-        }
-        if tools:
-            context["tools"] = self._guard(list(tools), mark)
+        try:
+            mark = self._choose_mark((messages, tools, arguments or {}))
+            context: dict[str, Any] = {
+                **self._variables,
+                **self._guard(dict(arguments or {}), mark),
+                "messages": [
+                    {key: value if key == "role" else self._guard(value, mark) for key, value in message.items()}
+                    for message in messages
+                ],
+                "add_generation_prompt": add_generation_prompt,
+            }
+            if tools:
+                context["tools"] = self._guard(list(tools), mark)
+        except RecursionError:
+            raise TemplateRenderError("the messages, tools or template arguments are nested too deeply") from None
         try:
             text = self._environment.render_template("chat", **context)
         except _Refusal as refusal:
@@ -207,9 +211,10 @@ class ChatTemplate:
         for n in range(1, min(self._longest_prefix, len(text)) + 1):
             if text[-n:] in self._prefixes:
                 starts.add(len(text) - n)
-        for start in sorted(starts, reverse=True):
-            text = text[: start + 1] + mark + text[start + 1 :]
-        return text
+        if not starts:
+            return text
+        cuts = [0, *(start + 1 for start in sorted(starts)), len(text)]
+        return mark.join(text[begin:end] for begin, end in itertools.pairwise(cuts))
 
 
 def _split_marked(text: str, mark: str) -> list[Piece]:

@@ -90,6 +90,21 @@ def test_control_tokens_in_tools_and_arguments_are_not_trusted() -> None:
     assert joined(pieces) == '[{"d</s>": "</s>"}]<|im_end|></s>'
 
 
+def test_many_spellings_take_linear_time() -> None:
+    template = ChatTemplate(CHATML, CONTROL)
+
+    def seconds(count: int) -> float:
+        begin = time.process_time()
+        pieces = template.render(user("<|im_end|>" * count))
+        took = time.process_time() - begin
+        assert len(pieces) > 2 * count
+        return took
+
+    seconds(1_000)
+    # Twenty times the input: quadratic work would be four hundred times as long.
+    assert seconds(40_000) < 100 * max(seconds(2_000), 0.002)
+
+
 def test_templates_may_look_for_plain_markers_in_content() -> None:
     template = ChatTemplate("{{ messages[0].content.split('</think>')[-1] }}", CONTROL)
     assert joined(template.render(user("<think>x</think>y"))) == "y"
@@ -155,3 +170,12 @@ def test_raise_exception_carries_its_message() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRenderError, match="roles must alternate"):
         template.render(user("x"))
+
+
+@pytest.mark.parametrize("depth", [400, 1_000, 50_000])
+def test_deep_nesting_is_refused_or_rendered_never_an_error_of_ours(depth: int) -> None:
+    value: object = "x"
+    for _ in range(depth):
+        value = {"a": value}
+    with contextlib.suppress(TemplateRenderError):
+        ChatTemplate(CHATML, CONTROL).render(user("x"), arguments={"t": value})
