@@ -480,8 +480,8 @@ typedef struct xllm_event {
   const xllm_candidate *candidates; /* best first */
   size_t num_candidates;
   /* TOKEN, FINISHED: text that this event releases, whole code points. All texts of a request
-   * joined are its answer. */
-  /* FINISHED: what was held back for a stop string, and U+FFFD for a character that was cut. */
+   * joined are its answer. That of FINISHED is what was held back for a stop string, and U+FFFD for
+   * a character that was cut. */
   const char *text;
   size_t text_size;
   /* FINISHED */
@@ -491,7 +491,7 @@ typedef struct xllm_event {
   int32_t matched_stop;     /* STOP_STRING: index of the string; else -1 */
   const char *message;      /* status is not OK: one line; else NULL */
   uint32_t num_generated_tokens;
-  /* Ttft_s: submission to first token, 0 if there was none. */
+  /* ttft_s is submission to first token, 0 if there was none. */
   double queue_s, prefill_s, decode_s, ttft_s;
 } xllm_event;
 
