@@ -118,8 +118,9 @@ class Server:
         """Listen on every address. Raises StartError; then nothing is left behind."""
         try:
             tokens = read_tokens(self.config.token_file) if self.config.token_file is not None else ()
+            admins = read_tokens(self.config.admin_token_file) if self.config.admin_token_file is not None else ()
             credentials = self._credentials()
-            interceptor = CallInterceptor(self.gate, self.metrics, tokens)
+            interceptor = CallInterceptor(self.gate, self.metrics, tokens, admins)
             local = [address for address in self.config.listen if address.is_loopback]
             exposed = [address for address in self.config.listen if not address.is_loopback]
             for addresses, default in ((local, True), (exposed, False)):

@@ -235,6 +235,13 @@ class ServeConfig:
         "Take only calls that carry one of the bearer tokens in this file, one a line, at least 16 characters each; "
         "on every address and method, health and reflection included.",
     )
+    admin_token_file: Path | None = _setting(
+        None,
+        "FILE",
+        _path,
+        "Bearer tokens as in --token-file, and let only their callers make and end engines and drain the server. "
+        "Default: whoever is let in may.",
+    )
     reflection: str = _setting(
         "auto",
         "auto|on|off",
@@ -528,7 +535,7 @@ def _check_security(config: ServeConfig) -> None:
     if config.allow_plaintext and (config.has_tls or not exposed):
         reason = "TLS is on" if config.has_tls else "no address that other machines can reach is listened on"
         raise ConfigError(f"--allow-plaintext has no effect: {reason}; leave it out")
-    for name in ("tls_cert", "tls_key", "tls_client_ca", "token_file"):
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "token_file", "admin_token_file"):
         path = getattr(config, name)
         if path is not None and not path.is_file():
             raise ConfigError(f"--{name.replace('_', '-')} {path}: no such file")
@@ -547,16 +554,16 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     """
     try:
         if path.stat().st_mode & 0o077:
-            raise ConfigError(f"--token-file {path}: others can read it; chmod 600 it")
+            raise ConfigError(f"token file {path}: others can read it; chmod 600 it")
         lines: Sequence[str] = path.read_text(encoding="ascii").splitlines()
     except OSError as error:
-        raise ConfigError(f"--token-file {path}: {error.strerror}") from None
+        raise ConfigError(f"token file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--token-file {path}: tokens are ASCII") from None
+        raise ConfigError(f"token file {path}: tokens are ASCII") from None
     tokens = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     for number, token in enumerate(tokens, 1):
         if len(token) < 16 or not token.isprintable() or " " in token:
-            raise ConfigError(f"--token-file {path}: token {number}: expected at least 16 printable characters")
+            raise ConfigError(f"token file {path}: token {number}: expected at least 16 printable characters")
     if not tokens:
-        raise ConfigError(f"--token-file {path}: holds no token")
+        raise ConfigError(f"token file {path}: holds no token")
     return tokens

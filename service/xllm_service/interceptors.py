@@ -40,6 +40,7 @@ _ALWAYS = frozenset(
     )
 )
 _ADMIN = "/xllm.v1.AdminService/"
+_OPERATORS = frozenset(f"{_ADMIN}{name}" for name in ("CreateEngine", "DestroyEngine", "Drain"))
 
 
 class _Malformed:
@@ -56,12 +57,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         gate: the server's phase and its limit of open calls.
         metrics: where calls are counted.
         tokens: bearer tokens; a call without one of them is UNAUTHENTICATED. Empty: no token is asked for.
+        admin_tokens: more of them, whose callers alone may make and end engines and drain. Empty: everybody let in may.
     """
 
-    def __init__(self, gate: Gate, metrics: Metrics, tokens: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, gate: Gate, metrics: Metrics, tokens: tuple[str, ...] = (), admin_tokens: tuple[str, ...] = ()
+    ) -> None:
         self._gate = gate
         self._metrics = metrics
-        self._tokens = [token.encode() for token in tokens]
+        self._tokens = {f"token-{index}": token.encode() for index, token in enumerate(tokens)}
+        self._admins = {f"admin-{index}": token.encode() for index, token in enumerate(admin_tokens)}
+        self._tokens |= self._admins
 
     async def intercept_service(
         self,
@@ -90,9 +96,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 continue
             given = token.strip().encode("utf-8", "replace")
             # Every token is compared, so that the time taken tells nothing.
-            matches = [hmac.compare_digest(given, known) for known in self._tokens]
-            if any(matches):
-                return f"token-{matches.index(True)}"
+            matches = [name for name, known in self._tokens.items() if hmac.compare_digest(given, known)]
+            if matches:
+                return matches[-1]
         return None
 
     def _wrap(self, method: str, caller: str, handler: Any) -> Any:
@@ -124,6 +130,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 is_counted = True
                 if is_work:
                     self._gate.check()
+            if method in _OPERATORS and self._admins and caller not in self._admins:
+                raise ServiceError(
+                    Reason.PERMISSION_DENIED, f"{method.rpartition('/')[2]} needs a token of --admin-token-file"
+                )
             inner = _behaviour_of(handler)
             result = inner(_checked(request) if not handler.request_streaming else _checked_all(request), context)
             if inspect.isasyncgen(result):

@@ -481,3 +481,34 @@ async def test_a_grace_below_zero_is_refused_and_nothing_drains(both: tuple[Serv
         await draining.read()
     assert from_rpc_error(caught.value, "").reason == "INVALID_FIELD"
     assert not server.served.is_draining
+
+
+# ---- who may ----
+
+
+@pytest.mark.parametrize("who", ["user", "admin"])
+async def test_only_operators_make_and_end_engines_where_there_are_any(
+    serve: Serve, engine: FakeEngine, second: FakeEngine, folder: Path, who: str
+) -> None:
+    tokens = {"user": "an-ordinary-long-token", "admin": "a-token-of-an-operator"}
+    settings: dict[str, Any] = {"model_dir": folder}
+    for name, setting in (("user", "token_file"), ("admin", "admin_token_file")):
+        settings[setting] = folder / name
+        settings[setting].write_text(tokens[name])
+        settings[setting].chmod(0o600)
+    engine.answer = ["one"]
+    async with serve(token=tokens[who], others={"b": second}, **settings) as (server, client):
+        assert (await client.generate_once("x")).text == "one"
+        assert await client.load() and (await client.server_info()).models
+        if who == "admin":
+            await create(client)
+            await destroy(client)
+            return
+        drain: Any = client._admin.Drain(admin_service_pb2.DrainRequest(), metadata=client.metadata)
+        for work in (create(client), destroy(client, "fake"), drain.read()):
+            with pytest.raises((XllmError, grpc.RpcError)) as caught:
+                await work
+            error: Any = caught.value
+            refused = error if isinstance(error, XllmError) else from_rpc_error(error, "")
+            assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+        assert not server.served.is_draining and len(server.served.roster.loaded()) == 1
