@@ -25,6 +25,7 @@ class CoreLogits:
         num_threads: 0: the backend's choice.
         instruction_set: "best" or one by name.
         chunk: Prompt tokens per step.
+        kv_type: "f16", "int8" or "int4"; for the raw form alone.
         program: logits_cli, built.
     """
 
@@ -35,11 +36,14 @@ class CoreLogits:
         num_threads: int = 0,
         instruction_set: str = "best",
         chunk: int = 512,
+        kv_type: str = "",
         program: str | Path = PROGRAM,
     ) -> None:
         if not Path(program).exists():
             raise FileNotFoundError(f"{program}: build it with `cmake --build build/dev --target logits_cli`")
         arguments = [str(program), str(path), form, str(num_threads), instruction_set, str(chunk)]
+        if kv_type:
+            arguments.append(kv_type)
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> Self:

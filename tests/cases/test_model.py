@@ -241,6 +241,28 @@ def test_block_sums_beyond_the_range_of_f16(tmp_path: Path, dtype: str) -> None:
     check_against_reference(path, tolerance=QUANT_TOLERANCE)
 
 
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+@pytest.mark.parametrize("size", [0.5, 1.9, 2.1, 900.0])
+def test_int4_keys_are_refused_where_a_bias_takes_their_range(tmp_path: Path, arch: str, size: float) -> None:
+    path = tmp_path / "model.gguf"
+    biases = {"qkv_bias": True, "bias_values": (0.5, size, 0.5)}
+    make_tiny_gguf(path, arch=arch, dtype="f16", hidden_size=128, num_heads=4, num_kv_heads=2, **biases)
+    with Model(path) as model:
+        (fact,) = (fact for fact in model.facts() if fact.name == "kv_types")
+        assert "attn_k.bias" in fact.source
+        assert ("refused" in fact.value) == (size > 2)
+    for kv_type in KvType:
+        if kv_type == KvType.INT4 and size > 2:
+            with pytest.raises(errors.InvalidArgumentError, match=r"kv_type int4.*attn_k\.bias.*int8"):
+                Engine(path, cpu(kv_type=kv_type))
+            continue
+        with Engine(path, cpu(kv_type=kv_type)) as engine:
+            assert engine.info.kv_type == kv_type
+            assert any(isinstance(event, TokenEvent) for event in engine.generate([5], max_tokens=2, ignore_eos=True))
+    # The per-slot way keeps keys in f32, whatever type was asked for.
+    Engine(path, cpu(kv_type=KvType.INT4, decode_mode=DecodeMode.PER_SLOT)).close()
+
+
 # ---- 12: tokens beyond the vocabulary get sampled
 
 PADDED: dict[str, Any] = {"num_padding": 3, "dtype": "f16"}

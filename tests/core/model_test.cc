@@ -9,11 +9,14 @@
 #include <cmath>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "base/half.h"
 #include "gguf_builder.h"
 #include "model/batch.h"
+#include "model/kv_precision.h"
 #include "model/plan.h"
 #include "model/rope.h"
 #include "model/transformer.h"
@@ -543,6 +546,77 @@ TEST(Plan, WhatDoesNotFitSaysWhatItNeedsAndWhatToChange) {
   options.kv_memory = 80000;
   options.kv_type = KvType::kInt8;  // head size 8
   EXPECT_THROW(make_plan(device, model.dims(), model.tensors(), options), Error);
+}
+
+// Two layers of two KV heads of four channels; the second layer has a K bias of this type.
+struct BiasedLayers {
+  explicit BiasedLayers(DType dtype, std::vector<float> values) : bias(std::move(values)) {
+    dims.num_layers = 2;
+    dims.num_kv_heads = 2;
+    dims.head_dim = 4;
+    tensors.layers.resize(2);
+    MatrixView &view = tensors.layers[1].k_bias;
+    for (const float value : bias) {
+      halves.push_back(dtype == DType::kF16 ? float_to_half(value) : float_to_bfloat16(value));
+    }
+    view.dtype = dtype;
+    view.data = dtype == DType::kF32 ? static_cast<const void *>(bias.data()) : halves.data();
+    view.rows = 1;
+    view.cols = 8;
+    view.name = "blk.1.attn_k.bias";
+  }
+  std::vector<float> bias;
+  std::vector<uint16_t> halves;
+  ModelDims dims;
+  ModelTensors tensors;
+};
+
+TEST(KvPrecision, TheLargestBiasIsThatOfAHead) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    const BiasedLayers layers(dtype, {1, 1, 1, 1, 0, -16, 0, 0});
+    const KBias bias = largest_k_bias(layers.dims, layers.tensors);
+    EXPECT_EQ(bias.rms, 8.0f);
+    EXPECT_EQ(bias.tensor, "blk.1.attn_k.bias");
+    EXPECT_EQ(bias.kv_head, 1);
+  }
+}
+
+TEST(KvPrecision, Int4IsRefusedWhereABiasTakesItsRange) {
+  const KBias large = {2.5f, "blk.1.attn_k.bias", 1};
+  EXPECT_NO_THROW(check_kv_precision(KvType::kF16, large));
+  EXPECT_NO_THROW(check_kv_precision(KvType::kInt8, large));
+  EXPECT_NO_THROW(check_kv_precision(KvType::kInt4, {2.0f, "blk.1.attn_k.bias", 1}));
+  EXPECT_NO_THROW(check_kv_precision(KvType::kInt4, {}));
+  try {
+    check_kv_precision(KvType::kInt4, large);
+    FAIL();
+  } catch (const Error &error) {
+    EXPECT_EQ(error.status(), Status::kInvalidArgument);
+    EXPECT_NE(error.message().find("blk.1.attn_k.bias"), std::string::npos);
+    EXPECT_NE(error.message().find("int8"), std::string::npos);
+    EXPECT_EQ(error.details()[0].second, "kv_type");
+  }
+}
+
+TEST(KvPrecision, ThePlanRefusesForTheWeightsThatUseTheType) {
+  const BiasedLayers layers(DType::kF32, std::vector<float>(8, 5.0f));
+  NotingBackend device;
+  device.bytes = {1 << 30, 1 << 30};
+  ModelDims dims = layers.dims;
+  dims.head_dim = 32;
+  ModelTensors tensors = layers.tensors;
+  const std::vector<float> wide(64, 5.0f);
+  tensors.layers[1].k_bias.data = wide.data();
+  PlanOptions options;
+  options.kv_type = KvType::kInt4;
+  EXPECT_THROW(make_plan(device, dims, tensors, options), Error);
+  options.kv_type = KvType::kInt8;
+  EXPECT_NO_THROW(make_plan(device, dims, tensors, options));
+  // The per-slot way keeps f32, whatever was asked for.
+  options.kv_type = KvType::kInt4;
+  options.raw_at_creation = false;
+  options.dequantized_at_creation = true;
+  EXPECT_NO_THROW(make_plan(device, dims, tensors, options));
 }
 
 TEST(Transformer, RunsTheStagesInOrder) {

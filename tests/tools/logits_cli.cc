@@ -1,15 +1,15 @@
 // Logits of token sequences from the core's own forward pass, for tests and comparisons: requests
 // on stdin, answers on stdout, everything little-endian.
 //
-//   logits_cli MODEL raw|dequantized NUM_THREADS INSTRUCTION_SET CHUNK
+//   logits_cli MODEL raw|dequantized NUM_THREADS INSTRUCTION_SET CHUNK [f16|int8|int4]
 //
 //   request  u32 num_tokens, u32 first_row, i32 ids[num_tokens]
 //   answer   u32 num_rows = num_tokens - first_row, u32 vocab_size, f32 logits[num_rows,
 //   vocab_size]
 //
 // NUM_THREADS 0 and INSTRUCTION_SET "best" leave the choice to the backend; a prompt is computed
-// CHUNK tokens at a time. The raw form keeps K and V in f16, the dequantised one in f32, as the
-// engine does. Ends with 1 and a line on stderr when anything fails.
+// CHUNK tokens at a time. The raw form keeps K and V in f16 unless told otherwise, the dequantised
+// one in f32, as the engine does. Ends with 1 and a line on stderr when anything fails.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -50,7 +50,8 @@ void write(const T *values, size_t count) {
 
 class Forward {
  public:
-  Forward(const char *path, xllm::WeightForm form, const xllm::BackendOptions &options, int chunk)
+  Forward(const char *path, xllm::WeightForm form, xllm::KvType kv_type,
+          const xllm::BackendOptions &options, int chunk)
       : model_(xllm::Model::open(path)),
         backend_(xllm::make_backend(xllm::BackendKind::kCpu, options)),
         weights_(backend_->load_weights(model_.dims(), model_.tensors(), form, nullptr)),
@@ -58,7 +59,7 @@ class Forward {
         transformer_(backend_.get(), model_.dims(), weights_.get()),
         chunk_(chunk) {
     const xllm::ModelDims &dims = model_.dims();
-    layout_.type = form == xllm::WeightForm::kRaw ? xllm::KvType::kF16 : xllm::KvType::kF32;
+    layout_.type = kv_type;
     layout_.num_layers = dims.num_layers;
     layout_.num_kv_heads = dims.num_kv_heads;
     layout_.head_dim = dims.head_dim;
@@ -119,7 +120,14 @@ int number(const char *text) {
   return std::stoi(digits);
 }
 
-void serve(char **argv) {
+xllm::KvType kv_type_of(const std::string &name) {
+  for (const xllm::KvType type : {xllm::KvType::kF16, xllm::KvType::kInt8, xllm::KvType::kInt4}) {
+    if (name == xllm::kv_type_name(type)) return type;
+  }
+  throw xllm::Error(xllm::Status::kInvalidArgument, "expected f16, int8 or int4, found " + name);
+}
+
+void serve(int argc, char **argv) {
   const std::string form = argv[2];
   if (form != "raw" && form != "dequantized") {
     throw xllm::Error(xllm::Status::kInvalidArgument, "expected raw or dequantized, found " + form);
@@ -128,8 +136,15 @@ void serve(char **argv) {
   options.num_threads = number(argv[3]);
   if (std::string("best") != argv[4]) options.instruction_set = argv[4];
   const int chunk = std::max(1, number(argv[5]));
-  Forward forward(argv[1], form == "raw" ? xllm::WeightForm::kRaw : xllm::WeightForm::kDequantized,
-                  options, chunk);
+  const bool is_raw = form == "raw";
+  if (!is_raw && argc == 7) {
+    throw xllm::Error(xllm::Status::kInvalidArgument, "the dequantised form keeps K and V in f32");
+  }
+  const xllm::KvType kv_type = !is_raw     ? xllm::KvType::kF32
+                               : argc == 7 ? kv_type_of(argv[6])
+                                           : xllm::KvType::kF16;
+  Forward forward(argv[1], is_raw ? xllm::WeightForm::kRaw : xllm::WeightForm::kDequantized,
+                  kv_type, options, chunk);
   uint32_t header[2];
   while (read(header, 2)) {
     if (header[0] == 0 || header[1] >= header[0]) {
@@ -144,13 +159,14 @@ void serve(char **argv) {
 }  // namespace
 
 int main(int argc, char **argv) {
-  if (argc != 6) {
+  if (argc != 6 && argc != 7) {
     std::fprintf(stderr,
-                 "usage: logits_cli MODEL raw|dequantized NUM_THREADS INSTRUCTION_SET CHUNK\n");
+                 "usage: logits_cli MODEL raw|dequantized NUM_THREADS INSTRUCTION_SET CHUNK "
+                 "[f16|int8|int4]\n");
     return 2;
   }
   try {
-    serve(argv);
+    serve(argc, argv);
     return 0;
   } catch (const std::exception &error) {
     std::fprintf(stderr, "logits_cli: %s\n", error.what());

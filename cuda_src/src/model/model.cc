@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "model/kv_precision.h"
 #include "model/weights.h"
 
 namespace xllm {
@@ -94,6 +95,7 @@ Model::Model(GgufFile file, ModelConfig config)
                              std::to_string(config_.rope.divisors.size()) + " factors",
                              "rope_freqs.weight"});
   }
+  add_kv_types_fact(largest_k_bias(dims_, tensors_), &config_.facts);
 }
 
 }  // namespace xllm

@@ -5,6 +5,7 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "kvcache/kv_storage.h"
+#include "model/kv_precision.h"
 
 namespace xllm {
 namespace {
@@ -70,6 +71,9 @@ const WeightSetPlan *MemoryPlan::find(WeightForm form) const {
 MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelTensors &tensors,
                      const PlanOptions &options) {
   XLLM_DCHECK(options.block_size > 0 && options.max_slots > 0 && options.prefill_chunk_tokens > 0);
+  if (options.raw_at_creation || options.raw_later) {
+    check_kv_precision(options.kv_type, largest_k_bias(dims, tensors));
+  }
   const DeviceMemory memory = backend.memory();
   MemoryPlan plan;
   plan.backend = backend.info().kind;

@@ -61,7 +61,8 @@ struct MemoryPlan {
 // quarter of what the process is granted on the CPU (its pages are not touched until used), in both
 // cases at most what is free; a twentieth for a set that may be loaded later. With kv_memory given,
 // each set's pool has that size.
-// Throws Error(kInvalidArgument, field kv_memory or kv_type), and what Backend::plan throws.
+// Throws Error(kInvalidArgument, field kv_memory or kv_type), what check_kv_precision and what
+// Backend::plan throw.
 MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelTensors &tensors,
                      const PlanOptions &options);
 

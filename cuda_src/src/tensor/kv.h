@@ -8,7 +8,8 @@
 // so that a block can be copied, swapped or shared as one piece. A page is the unit that attention
 // streams. Types: f32 and f16 store the value. int8: x = scale * q, q in -127..127, one scale per
 // token and 32 channels. int4: x = scale * q, q in -7..7 stored as q + 8, channel 2i in the low and
-// 2i + 1 in the high nibble.
+// 2i + 1 in the high nibble. A backend may rotate what it quantises (cpu/hadamard.h): nobody else
+// reads it.
 #pragma once
 
 #include <cstdint>

@@ -7,6 +7,7 @@
 
 #include "backend/cpu/attention_plan.h"
 #include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/hadamard.h"
 
 namespace xllm::cpu {
 namespace {
@@ -86,11 +87,13 @@ void attend_split(const Inputs &in, const Piece &piece, int split, float *const 
       const int lo = std::max(0, in.first_key(row) - start);
       const int hi = std::min(kKeyTile, in.position(row) + 1 - start);
       if (lo >= hi) continue;
-      for (int h = 0; h < group; ++h) {
+      for (int h = 0; h < group; h += kQueryGroup) {
+        const int count = std::min(kQueryGroup, group - h);
         const float *q = in.ws->q(row) + int64_t{piece.kv_head * group + h} * head_dim;
-        AttentionState state = in.part(parts[r] + h * stride);
-        in.kernels->attend_tile(q, k, v, head_dim, lo, hi, in.dims->attention_scale, &state);
-        in.keep(state);
+        AttentionState states[kQueryGroup];
+        for (int i = 0; i < count; ++i) states[i] = in.part(parts[r] + (h + i) * stride);
+        in.kernels->attend_tile(q, count, k, v, head_dim, lo, hi, in.dims->attention_scale, states);
+        for (int i = 0; i < count; ++i) in.keep(states[i]);
       }
     }
   }
@@ -113,6 +116,7 @@ void finish_head(const Inputs &in, int row, int head, const float *sum) {
   float *out = in.ws->attn_act().f(row) + int64_t{head} * head_dim;
   const float inverse = 1.0f / sum[head_dim + 1];
   for (int c = 0; c < head_dim; ++c) out[c] = sum[c] * inverse;
+  if (in.kv->layout.has_scales()) hadamard(out, head_dim);  // its own inverse: undoes v's
 }
 
 // All splits of a piece, one after the other.

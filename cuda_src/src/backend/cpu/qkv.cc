@@ -1,5 +1,6 @@
 // q, k, v = act * Wq|Wk|Wv; biases, head norms, RoPE; k and v go into the cache.
 #include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/hadamard.h"
 #include "backend/cpu/matmul.h"
 
 namespace xllm::cpu {
@@ -14,6 +15,10 @@ void finish_heads(const Kernels &kernels, const ModelDims &dims, const Vector &b
     if (!norm.empty()) kernels.rms_norm(row, norm.data(), dims.head_dim, dims.rms_eps, row);
     kernels.rope(row, cos_sin, dims.rope.rotary_dim, dims.rope.is_neighbor);
   }
+}
+
+void spread_heads(float *row, int num_heads, int head_dim) {
+  for (int h = 0; h < num_heads; ++h) hadamard(row + h * head_dim, head_dim);
 }
 
 }  // namespace
@@ -39,6 +44,11 @@ void CpuBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int laye
                  k);
     if (!layer.v_bias.empty())
       kernels_->add(v, layer.v_bias.data(), dims.num_kv_heads * dims.head_dim);
+    if (kv.layout.has_scales()) {  // spread large channels; attention() undoes that of v
+      spread_heads(ws.q(token), dims.num_heads, dims.head_dim);
+      spread_heads(k, dims.num_kv_heads, dims.head_dim);
+      spread_heads(v, dims.num_kv_heads, dims.head_dim);
+    }
     const int64_t kv_index = batch.kv_indices[static_cast<size_t>(t)];
     if (kv_index < 0) return;  // written nowhere
     const int block = static_cast<int>(kv_index / kv.layout.block_size);
