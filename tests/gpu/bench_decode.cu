@@ -37,7 +37,7 @@ std::unique_ptr<HostModel> make_shape(const Shape &s, const std::string &mix) {
   dims.vocab_size = s.vocab;
   dims.rms_eps = 1e-6f;
   dims.attention_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(s.head_dim)));
-  make_rope(&dims, 1e6, 8192);
+  make_rope(&dims, 1e6, 40960);
   uint64_t seed = 1;
   std::map<std::string, MatrixView> made;
   const auto matrix = [&](DType type, int64_t rows, int64_t cols, const std::string &name) {
@@ -145,6 +145,23 @@ double median(std::vector<double> v) {
   return v[v.size() / 2];
 }
 
+// Keys and values of +-1 spread, never zeros. note: before every batch size, because stages that
+// run alone add to the residual again and again and leave what they make of it in the cache.
+void fill_cache(TestEngine *engine) {
+  std::vector<uint16_t> noise(size_t{1} << 22);
+  Random random(4);
+  for (uint16_t &v : noise) v = float_to_half(static_cast<float>(random.uniform() * 2 - 1));
+  const uint64_t bytes =
+      engine->kv.layout.block_bytes() * static_cast<uint64_t>(engine->kv.num_blocks);
+  const uint64_t piece = std::min<uint64_t>(noise.size() * 2, bytes);
+  cuda::check(cudaMemcpy(engine->pool.data(), noise.data(), piece, cudaMemcpyHostToDevice), "fill");
+  for (uint64_t at = piece; at < bytes; at += piece) {
+    cuda::check(cudaMemcpy(engine->pool.data() + at, engine->pool.data(),
+                           std::min(piece, bytes - at), cudaMemcpyDeviceToDevice),
+                "fill the cache");
+  }
+}
+
 void bench_model(Report *report, const Options &options, const Shape &shape,
                  const std::string &mix) {
   const std::string name = std::string(shape.name) + " " + mix;
@@ -156,20 +173,6 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
   const double load_start = now_ms();
   TestEngine engine(&backend, *model, block_size, per_seq * most + 1, most, 3);
   const double load_ms = now_ms() - load_start;
-  // Keys and values of +-1 spread, never zeros.
-  {
-    std::vector<uint16_t> noise(size_t{1} << 22);
-    Random random(4);
-    for (uint16_t &v : noise) v = float_to_half(static_cast<float>(random.uniform() * 2 - 1));
-    const uint64_t bytes =
-        engine.kv.layout.block_bytes() * static_cast<uint64_t>(engine.kv.num_blocks);
-    for (uint64_t at = 0; at < bytes; at += noise.size() * 2) {
-      cuda::check(
-          cudaMemcpy(engine.pool.data() + at, noise.data(),
-                     std::min<uint64_t>(noise.size() * 2, bytes - at), cudaMemcpyHostToDevice),
-          "fill the cache");
-    }
-  }
   const StageBytes bytes = streamed(*model);
   report->row({{"bench", "load"},
                {"model", name},
@@ -177,6 +180,7 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                {"streamed_gb", number(bytes.all() / 1e9)},
                {"device_gb", number(static_cast<double>(engine.weights->size_bytes()) / 1e9)}});
   for (const int bs : options.batch_sizes) {
+    fill_cache(&engine);
     std::vector<TestSequence> seqs(static_cast<size_t>(bs));
     std::vector<TestSequence *> all;
     Random random(5);
@@ -280,11 +284,8 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
       for (const Variant &v : {Variant{3, 4, 8, true, true},
                                {3, 4, 8, true, false},
                                {3, 4, 16, true, true},
-                               {3, 8, 8, true, true},
                                {3, 3, 8, true, true},
                                {2, 4, 8, true, true},
-                               {2, 8, 8, true, true},
-                               {4, 4, 8, true, true},
                                {3, 4, 8, false, true}}) {
         backend.device() = usual;
         backend.device().ctas_per_sm = v.ctas;

@@ -192,11 +192,13 @@ void check_matmul(Report *report) {
   const cuda::Device device = test_device();
   cuda::Device old_device = device;
   old_device.has_int8_mma = false;
+  cuda::Device tile_device = device;  // a warp for each tile, however few there are
+  tile_device.one_token_tiles_per_sm = 0;
   uint64_t seed = 100;
   for (const DType type : kTypes) {
     const bool is_k = dtype_info(type).block_elems == 256;
     const std::pair<int64_t, int64_t> shapes[] = {
-        {100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}};
+        {100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}, {33, 8960}};
     for (const auto &[rows, cols] : shapes) {
       const HostMatrix m =
           random_matrix(type, rows, cols, 1 / std::sqrt(static_cast<double>(cols)), ++seed);
@@ -216,6 +218,10 @@ void check_matmul(Report *report) {
         const std::vector<float> some = run(device, matrix, *acts, tokens, nullptr, false, nullptr);
         if (!same_bytes(some.data(), all.data(), some.size()))
           differs += " " + std::to_string(tokens);
+        const std::vector<float> by_tile =
+            run(tile_device, matrix, *acts, tokens, nullptr, false, nullptr);
+        if (!same_bytes(by_tile.data(), all.data(), by_tile.size()))
+          differs += " " + std::to_string(tokens) + " (a warp per tile)";
         const std::vector<float> old =
             run(old_device, matrix, *acts, tokens, nullptr, false, nullptr);
         if (!same_bytes(old.data(), all.data(), old.size()))
@@ -269,8 +275,8 @@ void check_matmul(Report *report) {
                       "relative error " + number(worst_error(all, reference, kMaxTokens, rows)));
       std::string differs;
       for (const int tokens : kTokenCounts) {
-        for (const cuda::Device *which :
-             {&device, static_cast<const cuda::Device *>(&old_device)}) {
+        for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device),
+                                          static_cast<const cuda::Device *>(&tile_device)}) {
           const std::vector<float> some =
               run(*which, matrix, *acts, tokens, device_bias.data(), true, &start_values);
           if (!same_bytes(some.data(), all.data(), some.size()))
@@ -322,7 +328,8 @@ void check_matmul(Report *report) {
                     "largest distance " + number(worst) + " of a quantisation step");
     std::string differs;
     for (const int tokens : kTokenCounts) {
-      for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device)}) {
+      for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device),
+                                        static_cast<const cuda::Device *>(&tile_device)}) {
         const auto some = run_swiglu(*which, tokens);
         bool same = true;
         for (int m = 0; m < tokens; ++m) {

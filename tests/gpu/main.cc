@@ -65,7 +65,7 @@ int main(int argc, char **argv) {
       if (part == "repack") xllm::check::check_repack(&report);
       if (part == "matmul") xllm::check::check_matmul(&report);
       if (part == "stages") xllm::check::check_stages(&report, options.is_quick);
-      if (part == "invariance") xllm::check::check_invariance(&report);
+      if (part == "invariance") xllm::check::check_invariance(&report, options.is_quick);
       if (part == "bandwidth") xllm::check::bench_bandwidth(&report);
       if (part == "decode") xllm::check::bench_decode(&report, options);
     } catch (const std::exception &error) {

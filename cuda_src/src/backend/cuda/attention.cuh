@@ -149,6 +149,13 @@ __global__ void __launch_bounds__(attention_warps(kHigh) * kWarp)
     };
     HeadFactors<kHeadDim> factors = {};
     if (warp < num_heads) factors = head_factors<kHeadDim>(rows, kHeadDim, kind_of(warp), position);
+    const auto cache_row_of = [&](int head) -> __half * {
+      if (head >= num_heads || kind_of(head) == HeadKind::kQuery || first_in_group != 0)
+        return nullptr;
+      const int index = kind_of(head) == HeadKind::kKey ? kv_head : args.kv.num_kv_heads + kv_head;
+      return cache_row(rows, row, index, kHeadDim);
+    };
+    __half *cached = cache_row_of(warp);
     wait_for_previous_kernel();
     float *x = merged[warp][0];
     for (int head = warp; head < num_heads; head += kWarps) {
@@ -160,9 +167,7 @@ __global__ void __launch_bounds__(attention_warps(kHigh) * kWarp)
       finish_head<kHeadDim>(rows, kHeadDim, kind, factors,
                             rows.qkv + (static_cast<int64_t>(row) * num_all + index) * kHeadDim, x);
       __half *to = kind == HeadKind::kQuery ? queries[head] : fresh[head - heads_here];
-      __half *cached = nullptr;
-      if (kind != HeadKind::kQuery && first_in_group == 0)
-        cached = cache_row(rows, row, index - rows.num_heads, kHeadDim);
+      if (head != warp) cached = cache_row_of(head);
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
         const __half value = __float2half_rn(x[lane + 32 * k]);

@@ -102,19 +102,7 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
   using Tile = WeightTile<kType>;
   const int64_t group = args.first_token / kActGroup;
   const int in_group = args.first_token % kActGroup;
-  const int middle = first_chunk + half_chunks(args.chunks_per_slice);
-  float half[2][(kTokens + 3) / 4] = {};
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-    if (chunk == middle) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int i = 0; i < (kTokens + 3) / 4; ++i) {
-          half[r][i] = acc[r][i];
-          acc[r][i] = 0;
-        }
-      }
-    }
     const uint8_t *at = tile + static_cast<int64_t>(chunk) * chunk_bytes(kType);
     const int64_t entry = (group * args.act.num_blocks + chunk * 8) * kActGroup + in_group;
     const uint8_t *codes =
@@ -127,12 +115,6 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
     if (Tile::kKQuant || units > 1) dot_unit<kType, 1, kTokens>(at, lane, codes, ds, scales, acc);
     if (Tile::kKQuant || units > 2) dot_unit<kType, 2, kTokens>(at, lane, codes, ds, scales, acc);
     if (Tile::kKQuant || units > 3) dot_unit<kType, 3, kTokens>(at, lane, codes, ds, scales, acc);
-  }
-  if (middle >= end_chunk) return;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-#pragma unroll
-    for (int i = 0; i < (kTokens + 3) / 4; ++i) acc[r][i] = __fadd_rn(half[r][i], acc[r][i]);
   }
 }
 

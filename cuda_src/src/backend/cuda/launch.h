@@ -17,7 +17,7 @@ struct Device {
   int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
-  int mma_one_registers[3] = {};       // per thread, by TypeSet (prepare_matmul)
+  int mma_one_registers[2] = {};       // per thread, by TypeSet (prepare_matmul)
   int mma_small_registers[2][2] = {};  // [one or two sets of warps][one token or more]
   // How deep the rings of the matrix kernels are and how many CTAs share an SM (one fewer for more
   // than one token), where shared memory allows. Speed only, never numbers.

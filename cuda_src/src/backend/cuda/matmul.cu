@@ -55,18 +55,21 @@ void launch_gemv(const Launch &launch, MatmulArgs args) {
                 static_cast<unsigned>(args.num_slices * kWarp), shared, args);
 }
 
-// As deep a ring as lets the wanted number of CTAs share an SM, or as one CTA can have where even
-// the shallowest is too big for that; 0 where nothing fits.
+// As deep a ring as fits a CTA's share of an SM, or as one CTA can have where even the shallowest
+// is too big for that; 0 where nothing fits.
 template <typename SharedWith>
-int ring_depth(const Device &device, int ctas_per_sm, const SharedWith &shared_with) {
-  const int share = device.shared_bytes_per_sm / ctas_per_sm - kReservedSharedPerCta;
-  for (const int limit : {std::min(device.max_shared_bytes, share) - kStaticShared,
-                          device.max_shared_bytes - kStaticShared}) {
+int ring_depth(const Device &device, int share, const SharedWith &shared_with) {
+  for (const int limit : {std::min(device.max_shared_bytes, share), device.max_shared_bytes}) {
     for (const int stages : {8, 6, 4, 3, 2}) {
-      if (stages <= device.ring_stages && shared_with(stages) <= limit) return stages;
+      if (stages <= device.ring_stages && shared_with(stages) <= limit - kStaticShared)
+        return stages;
     }
   }
   return 0;
+}
+
+int share_of(const Device &device, int ctas_per_sm) {
+  return device.shared_bytes_per_sm / std::max(1, ctas_per_sm) - kReservedSharedPerCta;
 }
 
 // How many CTAs share an SM and how many of them there are; a CTA takes groups in turn.
@@ -84,22 +87,15 @@ unsigned resident_grid(const Device &device, int num_groups, int registers, int 
                   " columns is wider than the matrix kernels can take; use the CPU backend");
 }
 
-constexpr TypeSet kTypeSets[] = {TypeSet::kAny, TypeSet::kQ4KQ6K, TypeSet::kQ8_0};
-
 auto one_kernel(TypeSet set) {
-  return set == TypeSet::kQ4KQ6K ? mma_one_kernel<TypeSet::kQ4KQ6K>
-         : set == TypeSet::kQ8_0 ? mma_one_kernel<TypeSet::kQ8_0>
-                                 : mma_one_kernel<TypeSet::kAny>;
+  return set == TypeSet::kQ8_0 ? mma_one_kernel<TypeSet::kQ8_0> : mma_one_kernel<TypeSet::kQ4KQ6K>;
 }
 
-TypeSet type_set(const MatmulArgs &args) {
-  for (const TypeSet set : {TypeSet::kQ4KQ6K, TypeSet::kQ8_0}) {
-    bool has_all = true;
-    for (int i = 0; i < args.num_segments; ++i)
-      has_all = has_all && contains(set, args.segments[i].type);
-    if (has_all) return set;
+bool all_in(TypeSet set, const MatmulArgs &args) {
+  for (int i = 0; i < args.num_segments; ++i) {
+    if (!contains(set, args.segments[i].type)) return false;
   }
-  return TypeSet::kAny;
+  return true;
 }
 
 int total_tiles(const MatmulArgs &args) {
@@ -108,25 +104,26 @@ int total_tiles(const MatmulArgs &args) {
   return tiles;
 }
 
-// So many tiles that a warp for each keeps the device busy. kAddNorm has too few by far.
-int device_tiles(const Device &device) { return device.num_sms * device.one_token_tiles_per_sm; }
+// So many tiles that a warp for each keeps the device busy, and types that there is a kernel for.
+bool takes_warp_per_tile(const Device &device, const MatmulArgs &args) {
+  return total_tiles(args) >= device.num_sms * device.one_token_tiles_per_sm &&
+         (all_in(TypeSet::kQ4KQ6K, args) || all_in(TypeSet::kQ8_0, args));
+}
 
 void launch_mma_one(const Launch &launch, MatmulArgs args) {
   const Device &device = *launch.device;
   const int tiles = group_tiles(args.epilogue);
   args.stage_bytes = largest_chunk(args);
   args.token_pad = 1;
-  // Two warps for a tile where there are few tiles.
-  args.halves_at_once = args.chunks_per_slice > 1 && 2 * tiles <= kOneMaxWarps ? 2 : 1;
-  const int warps = tiles * args.halves_at_once;
+  const int warps = tiles;
   const auto shared_with = [&](int stages) {
     return warps * stages * args.stage_bytes + staged_acts_bytes(args.num_units, 1) +
            kOneZeroBytes + mma_one_partials_bytes(tiles);
   };
-  args.num_stages = ring_depth(device, device.ctas_per_sm, shared_with);
+  args.num_stages = ring_depth(device, share_of(device, device.ctas_per_sm), shared_with);
   if (args.num_stages == 0) refuse_columns(args);
   const int shared = shared_with(args.num_stages), threads = warps * kWarp;
-  const TypeSet set = type_set(args);
+  const TypeSet set = all_in(TypeSet::kQ8_0, args) ? TypeSet::kQ8_0 : TypeSet::kQ4KQ6K;
   const unsigned grid = resident_grid(
       device, args.num_groups, device.mma_one_registers[static_cast<int>(set)], threads, shared);
   launch_kernel(launch, "mma_one", one_kernel(set), dim3(grid), static_cast<unsigned>(threads),
@@ -145,7 +142,7 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
   args.stage_bytes = largest_chunk(args);
   int pad = 1;
   while (pad < args.num_tokens) pad *= 2;
-  const bool is_double = args.epilogue == kAddNorm;
+  const bool is_double = args.epilogue == kAddNorm || (args.epilogue == kSwiGlu && pad > 1);
   args.tiles_at_once = is_double ? 2 : 1;
   const int warps = args.num_slices * args.tiles_at_once;
   const auto shared_with = [&](int stages) {
@@ -164,7 +161,7 @@ void launch_mma_small(const Launch &launch, MatmulArgs args) {
   }
   args.token_pad = pad;
   const int wanted = is_double ? 1 : pad == 1 ? device.ctas_per_sm : device.ctas_per_sm - 1;
-  args.num_stages = ring_depth(device, std::max(1, wanted), shared_with);
+  args.num_stages = ring_depth(device, share_of(device, wanted), shared_with);
   if (args.num_stages == 0) refuse_columns(args);
   const int shared = shared_with(args.num_stages), threads = warps * kWarp;
   const int registers = device.mma_small_registers[is_double ? 1 : 0][pad == 1 ? 0 : 1];
@@ -211,7 +208,7 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, in
       launch_gemv(launch, args);
     } else if (left <= 8) {
       args.num_tokens = left;
-      if (left == 1 && total_tiles(args) >= device_tiles(*launch.device)) {
+      if (left == 1 && takes_warp_per_tile(*launch.device, args)) {
         launch_mma_one(launch, args);
       } else {
         launch_mma_small(launch, args);
@@ -300,7 +297,7 @@ void prepare_matmul(Device *device) {
     check(cudaFuncGetAttributes(&attributes, kernel), "ask for a kernel's registers");
     return attributes.numRegs;
   };
-  for (const TypeSet set : kTypeSets) {
+  for (const TypeSet set : {TypeSet::kQ4KQ6K, TypeSet::kQ8_0}) {
     const void *kernel = reinterpret_cast<const void *>(one_kernel(set));
     opt_in(kernel);
     device->mma_one_registers[static_cast<int>(set)] = registers(kernel);
@@ -325,7 +322,9 @@ bool can_defer_norm(const Device &device, const FusedMatrix &matrix, int num_tok
   const int shared = 2 * plan.num_slices * 2 * static_cast<int>(chunk_bytes(part.type)) +
                      staged_acts_bytes(plan.num_units, pad) +
                      mma_small_partials_bytes(2, plan.num_slices, pad);
-  return shared <= device.max_shared_bytes - kStaticShared;
+  // With more tokens than one a kernel of its own is faster where this one leaves SMs idle.
+  const bool fills_device = part.rows / kActBlock * 2 > device.num_sms;
+  return shared <= device.max_shared_bytes - kStaticShared && (num_tokens == 1 || fills_device);
 }
 
 void matmul_norm(const Launch &launch, const Product &product, const float *norm_weight,

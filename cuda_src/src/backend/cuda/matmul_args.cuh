@@ -4,11 +4,10 @@
 // y[token, row] = sum over k of W[row, k] * x[token, k], with W in tiles (planes.cuh) and x
 // quantised (act_quant.cuh). The canonical order of additions, the same in every kernel: K is cut
 // into slices of `chunks_per_slice` chunks of 256, a constant of K; inside a slice the blocks of 32
-// (16 for q6_k) ascend in two chains, one for the first half of its chunks and one for the rest,
+// (16 for q6_k) ascend in one chain,
 //     acc = fma(dw, rn(dot * d), acc), then acc = fma(shift, s, acc) where the type has a minimum,
-// a slice is the sum of its halves (of the first alone, if there is no second), and y = ((p0 + p1)
-// + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the batch, or the
-// launch.
+// and y = ((p0 + p1) + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the
+// batch, or the launch.
 #pragma once
 
 #include "backend/cuda/act_quant.cuh"
@@ -18,9 +17,6 @@ namespace xllm {
 namespace cuda {
 
 constexpr int kMaxSlices = 8;
-
-// Chunks of the first half of a slice.
-XLLM_HOST_DEVICE int half_chunks(int chunks_per_slice) { return (chunks_per_slice + 1) / 2; }
 
 // The row tiles of one matrix of a fused product.
 struct MatmulSegment {
@@ -64,8 +60,7 @@ struct MatmulArgs {
   int token_pad;         // mma_small: 1, 2, 4 or 8 >= num_tokens
   int stage_bytes;  // shared memory of one ring stage of one warp (mma_small) or tile (mma_tile)
   int num_stages;
-  int halves_at_once;  // mma_one: warps per tile
-  int tiles_at_once;   // mma_small: 1, or all of a group
+  int tiles_at_once;  // mma_small: 1, or all of a group
   int epilogue;
   float *out;  // [token, out_stride] f32
   int64_t out_stride;

@@ -6,12 +6,12 @@
 // every lane scales and adds dots of its own (rows g, g + 8 of slices 2t, 2t + 1), where with one
 // slice at a time four lanes would do the same work: a third of the instructions.
 //
-// A tile belongs to one warp, or to two that take the halves of each slice (matmul_args.cuh).
-// Weights stream through a ring of chunks per warp that runs across tiles; they are asked for
-// before the previous kernel has finished, activations, which it writes, after.
+// A tile belongs to one warp, so there must be many of them. Weights stream through a ring of
+// chunks per warp that runs across tiles; they are asked for before the previous kernel has
+// finished, activations, which it writes, after.
 //   shared  ring [warps][stages][stage_bytes], activation codes [blocks][32], scales [blocks] {d,
 //   s},
-//           256 zeros, partials [2][group tiles][2 halves][8 slices][16 rows] f32
+//           256 zeros, partials [2][group tiles][8 slices][16 rows] f32
 #pragma once
 
 #include "backend/cuda/finish_group.cuh"
@@ -26,16 +26,16 @@ constexpr int kOneMaxWarps = 4;
 constexpr int kOneZeroBytes = 256;
 
 XLLM_HOST_DEVICE int mma_one_partials_bytes(int tiles) {
-  return 2 * tiles * 2 * kMaxSlices * kTileRows * 4;
+  return 2 * tiles * kMaxSlices * kTileRows * 4;
 }
 
-// What a warp reads next: chunk i of each slice, for the i of its half or halves, tile after tile.
+// What a warp reads next: chunk i of each slice, for every i, tile after tile.
 struct OneCursor {
   const uint8_t *tile;  // this lane's first 16 bytes of the tile
   int64_t tile_bytes;
-  int bytes;            // of a chunk
-  int group, index;     // index of the tile in its group; group >= num_groups: nothing more
-  int i, end_i, chunk;  // chunk = slice * chunks_per_slice + i
+  int bytes;         // of a chunk
+  int group, index;  // index of the tile in its group; group >= num_groups: nothing more
+  int i, chunk;      // chunk = slice * chunks_per_slice + i
 
   __device__ __forceinline__ void seek(const MatmulArgs &args, int lane) {
     if (group >= args.num_groups) return;
@@ -48,8 +48,8 @@ struct OneCursor {
   }
 };
 
-__device__ __forceinline__ void fetch_one(const MatmulArgs &args, OneCursor *at, int first_i,
-                                          int num_chunks, uint8_t *stage, int lane) {
+__device__ __forceinline__ void fetch_one(const MatmulArgs &args, OneCursor *at, int num_chunks,
+                                          uint8_t *stage, int lane) {
   if (at->group < args.num_groups) {
     const int64_t offset = static_cast<int64_t>(at->chunk) * at->bytes;
     const int size =
@@ -57,8 +57,8 @@ __device__ __forceinline__ void fetch_one(const MatmulArgs &args, OneCursor *at,
     copy_chunk(stage, at->tile + offset, size, lane);
     at->chunk += args.chunks_per_slice;
     if (at->chunk >= num_chunks) {
-      if (++at->i == at->end_i) {
-        at->i = first_i;
+      if (++at->i == args.chunks_per_slice) {
+        at->i = 0;
         at->group += static_cast<int>(gridDim.x);
         at->seek(args, lane);
       }
@@ -169,16 +169,15 @@ struct OneRing {
   OneCursor ahead;
 };
 
-// Chunks i in [begin, end) of all slices of one tile, into acc[j][r].
+// All slices of one tile, into acc[j][r] of rows g + 8r of slice 2t + j.
 template <int kType>
-__device__ __forceinline__ void one_tile(const MatmulArgs &args, OneRing *ring, int begin, int end,
-                                         int first_i, int num_chunks, int lane,
-                                         const uint8_t *codes, const uint8_t *scales,
+__device__ __forceinline__ void one_tile(const MatmulArgs &args, OneRing *ring, int num_chunks,
+                                         int lane, const uint8_t *codes, const uint8_t *scales,
                                          const uint8_t *zeros, float (&acc)[2][2]) {
   const int g = lane >> 2, t = lane & 3;
   const int stride = args.chunks_per_slice;
 #pragma unroll 1
-  for (int i = begin; i < end; ++i) {
+  for (int i = 0; i < stride; ++i) {
     SliceDots<kType> dots;
     dots.clear();
     int chunk = i;
@@ -191,8 +190,8 @@ __device__ __forceinline__ void one_tile(const MatmulArgs &args, OneRing *ring, 
         __syncwarp();
         // The stage that this frees up was read one chunk ago, by this warp alone.
         const int free_stage = ring->stage == 0 ? ring->num_stages - 1 : ring->stage - 1;
-        fetch_one(args, &ring->ahead, first_i, num_chunks,
-                  ring->base + free_stage * ring->stage_bytes, lane);
+        fetch_one(args, &ring->ahead, num_chunks, ring->base + free_stage * ring->stage_bytes,
+                  lane);
         const uint8_t *now = ring->base + ring->stage * ring->stage_bytes;
         const int units = min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk);
         const uint8_t *b = g == 2 * pair + j ? codes + chunk * (8 * kActBlock) : zeros;
@@ -214,11 +213,10 @@ __device__ __forceinline__ void one_tile(const MatmulArgs &args, OneRing *ring, 
 }
 
 // The types that a kernel is compiled for: with all of them in one, registers run out.
-enum class TypeSet { kAny, kQ4KQ6K, kQ8_0 };
+enum class TypeSet { kQ4KQ6K, kQ8_0 };
 
 XLLM_HOST_DEVICE constexpr bool contains(TypeSet set, int type) {
-  return set == TypeSet::kAny || (set == TypeSet::kQ8_0 && type == kWeightQ8_0) ||
-         (set == TypeSet::kQ4KQ6K && (type == kWeightQ4_K || type == kWeightQ6_K));
+  return set == TypeSet::kQ8_0 ? type == kWeightQ8_0 : type == kWeightQ4_K || type == kWeightQ6_K;
 }
 
 template <TypeSet kSet, int kType = 0, typename... Arguments>
@@ -231,7 +229,7 @@ __device__ __forceinline__ void one_tile_of(int type, Arguments &&...arguments) 
   }
 }
 
-// Warps: (tiles of a group) x halves_at_once. args.token_pad is 1.
+// One warp for each tile of a group. args.token_pad is 1.
 template <TypeSet kSet>
 __global__ void __launch_bounds__(kOneMaxWarps *kWarp, 3)
     mma_one_kernel(const __grid_constant__ MatmulArgs args) {
@@ -241,18 +239,14 @@ __global__ void __launch_bounds__(kOneMaxWarps *kWarp, 3)
   const int num_chunks = (args.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
   const int num_blocks = args.num_units * 2;
   const int tiles = group_tiles(args.epilogue);
-  const int num_warps = tiles * args.halves_at_once;
+  const int num_warps = tiles;
 
   uint8_t *codes = shared + num_warps * args.num_stages * args.stage_bytes;
   uint8_t *scales = codes + num_blocks * 32;
   uint8_t *zeros = scales + num_blocks * 8;
   float *partials = reinterpret_cast<float *>(zeros + kOneZeroBytes);
 
-  const int index = warp / args.halves_at_once;
-  const int middle = half_chunks(args.chunks_per_slice);
-  const int first_half = args.halves_at_once == 2 ? warp & 1 : 0;
-  const int first_i = first_half == 0 ? 0 : middle;
-  const int end_i = args.halves_at_once == 2 && first_half == 0 ? middle : args.chunks_per_slice;
+  const int index = warp;  // of this warp's tile in its group
   OneRing ring;
   ring.base = shared + warp * args.num_stages * args.stage_bytes;
   ring.stage = 0;
@@ -260,11 +254,10 @@ __global__ void __launch_bounds__(kOneMaxWarps *kWarp, 3)
   ring.stage_bytes = args.stage_bytes;
   ring.ahead.group = static_cast<int>(blockIdx.x);
   ring.ahead.index = index;
-  ring.ahead.i = ring.ahead.chunk = first_i;
-  ring.ahead.end_i = end_i;
+  ring.ahead.i = ring.ahead.chunk = 0;
   ring.ahead.seek(args, lane);
   for (int i = 0; i < args.num_stages - 1; ++i)
-    fetch_one(args, &ring.ahead, first_i, num_chunks, ring.base + i * args.stage_bytes, lane);
+    fetch_one(args, &ring.ahead, num_chunks, ring.base + i * args.stage_bytes, lane);
   for (int i = static_cast<int>(threadIdx.x); i < kOneZeroBytes / 4; i += num_warps * kWarp)
     reinterpret_cast<uint32_t *>(zeros)[i] = 0;
   // Every CTA of this grid is at work when the next kernel's first ones come in beside it.
@@ -276,38 +269,26 @@ __global__ void __launch_bounds__(kOneMaxWarps *kWarp, 3)
   int buffer = 0;
   for (int group = static_cast<int>(blockIdx.x); group < args.num_groups;
        group += static_cast<int>(gridDim.x)) {
-    constexpr int kHalfFloats = kMaxSlices * kTileRows;
-    float *sums = partials + buffer * tiles * 2 * kHalfFloats;
+    constexpr int kTileFloats = kMaxSlices * kTileRows;
+    float *sums = partials + buffer * tiles * kTileFloats;
     const GroupOutputs before = outputs_before(args, 1, group);
     int s, tile;
     find_tile(args, group, index, &s, &tile);
-    for (int half = first_half; half < 2; half += args.halves_at_once) {
-      const int begin = half == 0 ? 0 : middle;
-      const int end = half == 0 ? middle : args.chunks_per_slice;
-      if (begin == end) continue;
-      float acc[2][2] = {{0, 0}, {0, 0}};
-      one_tile_of<kSet>(args.segments[s].type, args, &ring, begin, end, first_i, num_chunks, lane,
-                        codes, scales, zeros, acc);
-      float *to = sums + (index * 2 + half) * kHalfFloats;
+    float acc[2][2] = {{0, 0}, {0, 0}};
+    one_tile_of<kSet>(args.segments[s].type, args, &ring, num_chunks, lane, codes, scales, zeros,
+                      acc);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < 2; ++j) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) to[(2 * t + j) * kTileRows + g + 8 * r] = acc[j][r];
-      }
+      for (int r = 0; r < 2; ++r)
+        sums[index * kTileFloats + (2 * t + j) * kTileRows + g + 8 * r] = acc[j][r];
     }
     // The two buffers make one barrier per group enough.
     __syncthreads();
-    const bool has_halves = middle < args.chunks_per_slice;
     finish_group(args, group, before, [&](int at, int row, int /*token*/) {
-      const float *p = sums + at * 2 * kHalfFloats + row;
       float v[kMaxSlices];
 #pragma unroll
-      for (int i = 0; i < kMaxSlices; ++i) {
-        // A last slice that ends in its first half has no second one.
-        const bool has_second = has_halves && i * args.chunks_per_slice + middle < num_chunks;
-        v[i] = p[i * kTileRows];
-        if (has_second) v[i] = __fadd_rn(v[i], p[kHalfFloats + i * kTileRows]);
-      }
+      for (int i = 0; i < kMaxSlices; ++i) v[i] = sums[at * kTileFloats + i * kTileRows + row];
       return sum_slices(v, args.num_slices);
     });
     buffer ^= 1;

@@ -80,17 +80,8 @@ template <int kType, bool kOne>
 __device__ __forceinline__ void mma_slice(const MatmulArgs &args, ChunkRing *ring, int first_chunk,
                                           int end_chunk, int lane, LaneActs acts,
                                           float (&acc)[1][4]) {
-  const int middle = first_chunk + half_chunks(args.chunks_per_slice);
-  float half[4] = {0, 0, 0, 0};
 #pragma unroll 1
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-    if (chunk == middle) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        half[i] = acc[0][i];
-        acc[0][i] = 0;
-      }
-    }
     wait_for_oldest_stage(ring->num_stages);
     __syncwarp();
     // The stage that this iteration frees up was read one iteration ago, by this warp alone.
@@ -103,9 +94,6 @@ __device__ __forceinline__ void mma_slice(const MatmulArgs &args, ChunkRing *rin
     acts.scales += 8 * acts.scales_block;
     if (++ring->stage == ring->num_stages) ring->stage = 0;
   }
-  if (middle >= end_chunk) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) acc[0][i] = __fadd_rn(half[i], acc[0][i]);
 }
 
 template <bool kOne>

@@ -100,26 +100,15 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
   acts.scales_group = 8 * 64;
   acts.scales_block = 64;
 
-  float acc[kGroups][4], half[kGroups][4], total[kGroups][4];
+  float acc[kGroups][4], total[kGroups][4];
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) acc[n][i] = half[n][i] = total[n][i] = 0;
+    for (int i = 0; i < 4; ++i) acc[n][i] = total[n][i] = 0;
   }
-  const int middle = half_chunks(args.chunks_per_slice);
   int in_slice = 0;  // chunks of this slice that are done
   int stage = 0;
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-    if (in_slice == middle) {
-#pragma unroll
-      for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          half[n][i] = acc[n][i];
-          acc[n][i] = 0;
-        }
-      }
-    }
     wait_for_copies<kTileStages - 2>();
     __syncthreads();
     uint8_t *next = shared + (stage == 0 ? kTileStages - 1 : stage - 1) * full_stage;
@@ -136,17 +125,15 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
     }
     if (++stage == kTileStages) stage = 0;
     if (++in_slice < args.chunks_per_slice && chunk + 1 < end_chunk) continue;
-    // End of a slice: its halves together, and into the total, in order. The first one is copied,
-    // so that the sum is p0 + p1 + ... and not 0 + p0 + ...
+    // End of a slice: into the total, in order. The first one is copied, so that the sum is p0 + p1
+    // + ... and not 0 + p0 + ...
     const bool is_first = chunk < first_chunk + args.chunks_per_slice;
-    const bool has_second_half = in_slice > middle;
     in_slice = 0;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float p = has_second_half ? __fadd_rn(half[n][i], acc[n][i]) : acc[n][i];
-        total[n][i] = is_first ? p : __fadd_rn(total[n][i], p);
+        total[n][i] = is_first ? acc[n][i] : __fadd_rn(total[n][i], acc[n][i]);
         acc[n][i] = 0;
       }
     }

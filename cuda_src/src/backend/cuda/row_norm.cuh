@@ -21,8 +21,14 @@ constexpr int kMaxRowBlocks = kRowWarps * 16;
 __device__ __forceinline__ float row_inverse(const float *squares, int num_blocks, int num_cols,
                                              float eps) {
   float sum = 0;
-  for (int block = static_cast<int>(threadIdx.x) & 31; block < num_blocks; block += kWarp)
-    sum = __fadd_rn(sum, squares[block]);
+  for (int first = static_cast<int>(threadIdx.x) & 31; first < num_blocks; first += 4 * kWarp) {
+    float v[4];  // on their way together: this is where a product waits
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = first + i * kWarp < num_blocks ? squares[first + i * kWarp] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum = __fadd_rn(sum, v[i]);
+  }
   const float mean = __fdiv_rn(warp_sum(sum), static_cast<float>(num_cols));
   return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 }
