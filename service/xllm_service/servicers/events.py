@@ -93,23 +93,22 @@ class EventMaker:
         return self._hosted.engine.model
 
     def seat(self, event: AcceptedEvent) -> None:
-        """Note that the call runs in a slot."""
+        """Note that the call runs in a slot from now on; again, for a further slot of the same call."""
         self._hosted.seats[event.slot] = Seat(event.epoch, self._live.request_id, self._live.owner)
+        if self.clock.accepted is None:
+            self.clock.accepted = time.monotonic()
+            self._metrics.queue_time.observe(self.clock.queue_s)
+            self._live.receipt.timings.queue.CopyFrom(convert.duration(self.clock.queue_s))
 
     def accepted(
         self, choices: DecodeChoices, event: AcceptedEvent, *, num_prompt: int | None = None, num_cached: int = 0
     ) -> generation_pb2.Accepted:
         """The first event; `num_prompt` and `num_cached` stand in where the prompt is in the slot already."""
-        clock = self.clock
         self.seat(event)
-        if clock.accepted is None:
-            clock.accepted = time.monotonic()
-            self._metrics.queue_time.observe(clock.queue_s)
         if num_prompt is None:
             num_prompt, num_cached = event.num_prompt_tokens, event.num_cached_tokens
-        receipt = self._live.receipt
-        receipt.usage.MergeFrom(convert.usage_message(event.num_prompt_tokens, event.num_cached_tokens, 0))
-        receipt.timings.queue.CopyFrom(convert.duration(clock.queue_s))
+        usage = convert.usage_message(event.num_prompt_tokens, event.num_cached_tokens, 0)
+        self._live.receipt.usage.MergeFrom(usage)
         return generation_pb2.Accepted(
             request_id=self._live.request_id,
             model=self._hosted.name,
@@ -119,7 +118,7 @@ class EventMaker:
             effective=_effective(choices, event),
             num_prompt_tokens=num_prompt,
             num_cached_tokens=num_cached,
-            queue_time=convert.duration(clock.queue_s),
+            queue_time=convert.duration(self.clock.queue_s),
         )
 
     def prefill(self, event: PrefillEvent) -> generation_pb2.PrefillProgress | None:
