@@ -95,6 +95,7 @@ class LiveGeneration:
         state: QUEUED until the engine accepts it.
         receipt: what it has used so far; its state and end are filled in when they are known.
         failure: why the service itself ends it; None while it does not.
+        is_retry: it replaced a call with the same body, which may not have ended yet.
     """
 
     def __init__(self, request_id: str, owner: str, fingerprint: bytes, interrupt: Callable[[], object]) -> None:
@@ -104,6 +105,7 @@ class LiveGeneration:
         self.fingerprint = fingerprint
         self.state = GenerationState.QUEUED
         self.failure: ServiceError | None = None
+        self.is_retry = False
         self.receipt = generation_service_pb2.GenerationReceipt(
             request_id=request_id, create_time=convert.timestamp(time.time())
         )
@@ -147,6 +149,7 @@ class LiveGenerations:
             earlier.end(ServiceError(Reason.CANCELLED, "the same request was sent again, and that call goes on"))
         self._ended.pop(key, None)
         self._live[key] = generation
+        generation.is_retry = earlier is not None
 
     def remove(self, generation: LiveGeneration, code: grpc.StatusCode, reason: str = "") -> None:
         """End one with its call's status, and keep its receipt; calling it again is harmless."""

@@ -116,10 +116,21 @@ async def test_a_file_that_is_refused_leaves_nothing(
     await create(client)
 
 
-async def test_what_does_not_fit_is_refused_with_its_plan(served: tuple[Server, AsyncClient]) -> None:
+def address_space() -> int:
+    """Bytes of this process's address space: what was mapped counts, touched or not."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("options", [{"memory_limit_bytes": 1 << 20}, {"kv_memory_bytes": 1 << 42}])
+async def test_what_does_not_fit_is_refused_with_its_plan(
+    served: tuple[Server, AsyncClient], options: dict[str, int]
+) -> None:
     server, client = served
+    await client.wait_ready()
+    before = address_space()
     with pytest.raises(XllmError) as caught:
-        await create(client, memory_limit_bytes=1 << 20)
+        await create(client, **options)
+    assert address_space() - before < 256 << 20, "threads may have come, but nothing of the engine stays"
     refused = caught.value
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MEMORY")
     needed, free = (int(refused.metadata[name]) for name in ("bytes_needed", "bytes_free"))

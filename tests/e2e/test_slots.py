@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.serving import eventually, is_idle, serving, stats
 from tests.e2e.slot_calls import Slots, events, events_after, failure, kinds, read, text_of
 from xllm_client import AsyncClient, DecodeMode
-from xllm_client.v1 import generation_pb2, generation_service_pb2, slot_pb2
+from xllm_client.v1 import generation_pb2, generation_service_pb2, slot_pb2, slot_service_pb2
 from xllm_service.app import Server
 
 FREE, ACQUIRED = slot_pb2.SLOT_STATE_FREE, slot_pb2.SLOT_STATE_ACQUIRED
@@ -420,6 +420,28 @@ async def test_every_slot_is_listed(served: tuple[Server, Slots]) -> None:
     assert {slot.name: slot.state for slot in found}[ref.name] == ACQUIRED
     assert [slot.name for slot in await slots.every("random")] == [slot.name for slot in found]
     assert (await failure(slots.every("other"))).reason == "MODEL_NOT_FOUND"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_decode_that_is_sent_again_replaces_the_first(endless: tuple[Server, Slots], mode: DecodeMode) -> None:
+    server, slots = endless
+    ref, _ = await slots.acquire(decode_mode=mode)
+    await slots.prefill(ref)
+    options = {"limits": {"max_tokens": 2000}}
+    call: Any
+    if mode is DecodeMode.PER_SLOT:
+        call = slot_service_pb2.DecodeSlotRequest(ref=ref, options=options, request_id="same")
+    else:
+        entries = [{"ref": ref, "options": options}]
+        call = slot_service_pb2.DecodeBatchRequest(entries=entries, request_id="same")
+    method = slots.client.slots.DecodeSlot if mode is DecodeMode.PER_SLOT else slots.client.slots.DecodeBatch
+    first: Any = method(call, timeout=20)
+    await read(first, "delta")
+    again = await events(method(call, timeout=20))
+    assert again[-1].finished.usage.num_generated_tokens == 2000
+    assert (await failure(events_after(first))).code is grpc.StatusCode.CANCELLED
+    await slots.release(ref)
+    await eventually(lambda: is_idle(server))
 
 
 # ---- Generate in a slot ----

@@ -39,6 +39,7 @@ from xllm_service.validation import Checker, DecodeChoices, validate_decode, val
 _DEFAULT_LEASE_S = 60.0
 _POLL_S = 0.01  # between looks for a free slot
 _MAX_WAIT_S = 86400.0
+_SETTLE_S = 5.0  # for a call to leave its slot; a step takes less
 
 
 class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
@@ -183,6 +184,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             model=hosted.name,
             fingerprint=_fingerprint(request),
         ) as live:
+            if live.is_retry:
+                await _settled([owned])
             make = EventMaker(hosted, live, self._served.metrics, arrival)
             make.clock.submitted = time.monotonic()
             bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
@@ -215,6 +218,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             model=hosted.name,
             fingerprint=_fingerprint(request),
         ) as live:
+            if live.is_retry:
+                await _settled(entries)
             make = EventMaker(hosted, live, self._served.metrics, arrival)
             make.clock.submitted = time.monotonic()
             elapsed_s = make.clock.submitted - arrival
@@ -321,6 +326,16 @@ class _Stream:
         self._sequence += 1
         # note: initial metadata goes out with the first write, so a refusal before it can be tried again.
         await self._context.write(response)
+
+
+async def _settled(entries: Sequence[OwnedSlot]) -> None:
+    """Wait for a call that is being replaced to leave its slots, which takes it a step."""
+    deadline = time.monotonic() + _SETTLE_S
+    while time.monotonic() < deadline:
+        states = [_snapshot(one.hosted, one.info.slot).state for one in entries]
+        if not any(state in (SlotState.DECODING, SlotState.CANCELLING) for state in states):
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 async def _send_output(stream: _Stream, make: EventMaker, choices: DecodeChoices, progress: Progress) -> None:
