@@ -1,0 +1,108 @@
+"""The engine on a GPU, through the whole core: the library is loaded, logits are held to the float64 reference.
+
+Needs a CUDA device: `python -m pytest tests/gpu` on such a machine. `scripts/gpu_check.sh` checks the kernels alone.
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cyengine import DecodeMode, Engine, EngineConfig, Request, SamplingParams, TokenEvent, errors
+from cyengine.types import Backend
+from tests.reference.forward import load
+from tests.tools.make_tiny_gguf import make_tiny_gguf
+
+pytestmark = pytest.mark.gpu
+
+# Relative L2 error of a logit vector against float64; int8 activations cost up to 1.6e-2 on the CPU too.
+BATCHED_ERROR = 2e-2
+PROMPT = [5, 17, 130, 42, 7, 99, 3, 201, 64, 12, 8, 77]
+CUDA = EngineConfig(backend=Backend.CUDA)
+
+
+def tokens(engine: Engine, request: Request) -> list[int]:
+    return [event.token_id for event in engine.stream(request) if isinstance(event, TokenEvent)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("gpu") / "tiny.gguf"
+    make_tiny_gguf(path, arch="qwen3", dtype="q8_0", tied=False)
+    return path
+
+
+@pytest.fixture
+def engine(model: pathlib.Path) -> Iterator[Engine]:
+    with Engine(model, CUDA) as made:
+        yield made
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "dtype", ["f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl"]
+)
+def test_logits_are_those_of_the_reference(tmp_path: pathlib.Path, arch: str, dtype: str) -> None:
+    path = tmp_path / "model.gguf"
+    make_tiny_gguf(path, arch=arch, dtype=dtype, tied=False)
+    with Engine(path, CUDA) as engine:
+        slot = engine.acquire()
+        engine.prefill(slot, PROMPT)
+        history = list(PROMPT)
+        for _ in range(4):
+            (step,) = engine.decode_step_batch([slot], logits=True)
+            expected = load(path).logits(history)[-1]
+            found = np.asarray(step.logits, dtype=np.float64)
+            assert np.linalg.norm(found - expected) / np.linalg.norm(expected) <= BATCHED_ERROR
+            history.append(step.token_id)
+
+
+def test_a_request_has_the_same_tokens_alone_and_in_company(engine: Engine) -> None:
+    requests = [
+        Request(
+            prompt=[(7 * i + j) % 250 for j in range(20 + 31 * i)],
+            max_tokens=24,
+            ignore_eos=True,
+            sampling=SamplingParams(temperature=0.8 if i % 2 else 0.0, seed=i),
+        )
+        for i in range(8)
+    ]
+    alone = [tokens(engine, request) for request in requests]
+    ids = [engine.submit(request, private=True) for request in requests]
+    together = []
+    for request_id in ids:
+        found: list[int] = []
+        while len(found) < 24:
+            events = engine.take_events(request_id, 60.0)
+            found += [event.token_id for event in events if isinstance(event, TokenEvent)]
+        together.append(found)
+    assert together == alone
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_of_a_prompt_change_nothing(model: pathlib.Path, engine: Engine, chunk: int) -> None:
+    request = Request(prompt=[(3 * j) % 250 for j in range(150)], max_tokens=16, ignore_eos=True)
+    with Engine(model, EngineConfig(backend=Backend.CUDA, prefill_chunk=chunk)) as other:
+        assert tokens(other, request) == tokens(engine, request)
+
+
+def test_memory_does_not_depend_on_the_longest_sequence(model: pathlib.Path) -> None:
+    def plan(max_seq_len: int) -> tuple[int, int, int]:
+        config = EngineConfig(backend=Backend.CUDA, max_seq_len=max_seq_len, allow_long_context=True, kv_memory=1 << 26)
+        with Engine(model, config) as engine:
+            found = engine.info.plan
+            return found.total_bytes, found.scratch_bytes, found.kv_pool_bytes
+
+    assert plan(512) == plan(131_072)
+
+
+def test_what_does_not_fit_is_refused_at_creation(model: pathlib.Path) -> None:
+    with pytest.raises(errors.MemoryLimitError) as caught:
+        Engine(model, EngineConfig(backend=Backend.CUDA, memory_limit=1 << 16))
+    assert {"bytes_needed", "bytes_free", "remedy"} <= set(caught.value.details)
+
+
+def test_the_per_slot_mode_is_refused_by_name_until_it_is_built(model: pathlib.Path) -> None:
+    with pytest.raises(errors.UnimplementedError):
+        Engine(model, EngineConfig(backend=Backend.CUDA, decode_mode=DecodeMode.PER_SLOT))
