@@ -79,14 +79,13 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             self._served.refuse_when_draining()
             hosted = self._served.get(hosted.name)  # it may have ended meanwhile
         ownership = hosted.owners[slot.index] = Ownership.new(slot, principal.get())
-
-        def give_back(_: Any) -> None:
-            """The caller has gone before it could learn that it owns a slot."""
-            if context.cancelled() and hosted.is_loaded and not hosted.is_ending:
-                with contextlib.suppress(ServiceError):
-                    hosted.engine.release(slot)
-
-        context.add_done_callback(give_back)
+        try:
+            # note: one that goes while the reply is on its way is not heard of; then the lease gives the slot back.
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ServiceError):
+                hosted.engine.release(slot)
+            raise
         name = slot_name(hosted.name, slot.index)
         ref = slot_pb2.SlotRef(name=name, epoch=slot.epoch, secret=ownership.secret)
         return slot_service_pb2.AcquireSlotResponse(ref=ref, slot=self._message(hosted, _snapshot(hosted, slot.index)))
