@@ -528,7 +528,7 @@ TEST(AttentionTest, TilesMatchFloat64AndEverySetGivesTheSameBytes) {
       cpu::AttentionState state = {-HUGE_VALF, 0, out.data()};
       for (int start = 0; start < num_keys; start += cpu::kKeyTile) {
         const int64_t at = int64_t{start} * head_dim;
-        kernels->attend_tile(q.data(), k.data() + at, v.data() + at, head_dim,
+        kernels->attend_tile(q.data(), 1, k.data() + at, v.data() + at, head_dim,
                              std::max(0, first_key - start),
                              std::min(cpu::kKeyTile, num_keys - start), scale, &state);
       }
@@ -540,6 +540,41 @@ TEST(AttentionTest, TilesMatchFloat64AndEverySetGivesTheSameBytes) {
       out.push_back(state.denominator);
       if (first.empty()) first = out;
       ASSERT_TRUE(same_bytes(first, out)) << kernels->name << " " << head_dim;
+    }
+  }
+}
+
+// The queries of a group together give what each gives alone.
+TEST(AttentionTest, AQueryDoesNotDependOnItsGroup) {
+  for (const int head_dim : {64, 128, 80, 16, 20}) {
+    const int most = 8;
+    const std::vector<float> q = random_row(most * head_dim, 2, 1),
+                             k = random_row(cpu::kKeyTile * head_dim, 1, 2),
+                             v = random_row(cpu::kKeyTile * head_dim, 1, 3);
+    for (const Kernels *kernels : all_kernels()) {
+      std::vector<float> alone(q.size(), 0.5f);
+      std::vector<cpu::AttentionState> states;
+      for (int n = 0; n < most; ++n) {
+        states.push_back({0.1f * static_cast<float>(n), 1, alone.data() + n * head_dim});
+        all_kernels()[0]->attend_tile(q.data() + n * head_dim, 1, k.data(), v.data(), head_dim, 3,
+                                      29, 0.2f, &states.back());
+      }
+      for (int count = 1; count <= most; ++count) {
+        std::vector<float> together(q.size(), 0.5f);
+        std::vector<cpu::AttentionState> group;
+        for (int n = 0; n < count; ++n)
+          group.push_back({0.1f * static_cast<float>(n), 1, together.data() + n * head_dim});
+        kernels->attend_tile(q.data(), count, k.data(), v.data(), head_dim, 3, 29, 0.2f,
+                             group.data());
+        ASSERT_EQ(0, std::memcmp(alone.data(), together.data(),
+                                 static_cast<size_t>(count * head_dim) * sizeof(float)))
+            << kernels->name << " head_dim " << head_dim << " queries " << count;
+        for (int n = 0; n < count; ++n) {
+          const auto i = static_cast<size_t>(n);
+          ASSERT_EQ(group[i].denominator, states[i].denominator);
+          ASSERT_EQ(group[i].max, states[i].max);
+        }
+      }
     }
   }
 }
@@ -557,7 +592,7 @@ TEST(AttentionTest, MergedPartsAreTheSoftmaxOfTheirUnion) {
                           right = {-HUGE_VALF, 0, b.data()};
       const int64_t half = int64_t{cpu::kKeyTile} * head_dim;
       const auto attend = [&](int64_t at, cpu::AttentionState *state) {
-        kernels->attend_tile(q.data(), k.data() + at, v.data() + at, head_dim, 0, cpu::kKeyTile,
+        kernels->attend_tile(q.data(), 1, k.data() + at, v.data() + at, head_dim, 0, cpu::kKeyTile,
                              0.5f, state);
       };
       attend(0, &one);

@@ -87,11 +87,13 @@ void attend_split(const Inputs &in, const Piece &piece, int split, float *const 
       const int lo = std::max(0, in.first_key(row) - start);
       const int hi = std::min(kKeyTile, in.position(row) + 1 - start);
       if (lo >= hi) continue;
-      for (int h = 0; h < group; ++h) {
+      for (int h = 0; h < group; h += kQueryGroup) {
+        const int count = std::min(kQueryGroup, group - h);
         const float *q = in.ws->q(row) + int64_t{piece.kv_head * group + h} * head_dim;
-        AttentionState state = in.part(parts[r] + h * stride);
-        in.kernels->attend_tile(q, k, v, head_dim, lo, hi, in.dims->attention_scale, &state);
-        in.keep(state);
+        AttentionState states[kQueryGroup];
+        for (int i = 0; i < count; ++i) states[i] = in.part(parts[r] + (h + i) * stride);
+        in.kernels->attend_tile(q, count, k, v, head_dim, lo, hi, in.dims->attention_scale, states);
+        for (int i = 0; i < count; ++i) in.keep(states[i]);
       }
     }
   }

@@ -12,6 +12,9 @@ namespace xllm::cpu {
 // Consecutive rows of a sequence that share a tile of keys once it is f32.
 constexpr int kQueryRows = 8;
 
+// Heads of a group that a kernel sees at once.
+constexpr int kQueryGroup = 8;
+
 // A part of a (row, head): the weighted sum of values [head_dim], then maximum and denominator.
 inline int64_t part_floats(const ModelDims &dims) { return dims.head_dim + 2; }
 

@@ -1,5 +1,5 @@
-// One tile of keys against one query, over eight lanes L. kernels.h states the order. Internal
-// linkage: see lanes_scalar.h.
+// One tile of keys against the queries of a group, over eight lanes L. kernels.h states the order.
+// Internal linkage: see lanes_scalar.h.
 #pragma once
 
 #include <cmath>
@@ -49,19 +49,18 @@ inline void add_values(const float *p, const float *v, int head_dim, int lo, int
   for (int n = 0; n < N; ++n) L::store(out + 8 * n, acc[n]);
 }
 
+// From products of q with the keys to p: scaled, -infinity outside [lo, hi), then e^(s - M); the
+// state's maximum and denominator follow. Returns what the older values are multiplied by.
 template <typename L>
-inline void attend_tile_lanes(const float *q, const float *k, const float *v, int head_dim, int lo,
-                              int hi, float scale, AttentionState *state) {
+inline float weigh_keys(int lo, int hi, float scale, float *p, AttentionState *state) {
   using F = typename L::F;
-  float p[kKeyTile];
   F best = L::set1(state->max);
   for (int j = 0; j < kKeyTile; j += 8) {
     if (j + 8 <= lo || j >= hi) {
       L::store(p + j, L::set1(-HUGE_VALF));
       continue;
     }
-    L::store(p + j, L::mul(score_lanes<L>(q, k + static_cast<int64_t>(j) * head_dim, head_dim),
-                           L::set1(scale)));
+    L::store(p + j, L::mul(L::load(p + j), L::set1(scale)));
     if (j < lo || j + 8 > hi) {
       for (int i = j; i < j + 8; ++i) {
         if (i < lo || i >= hi) p[i] = -HUGE_VALF;
@@ -86,18 +85,29 @@ inline void attend_tile_lanes(const float *q, const float *k, const float *v, in
   L::store(correction, exp_lanes<L>(L::sub(L::set1(state->max), max_lanes)));
   state->denominator = std::fma(state->denominator, correction[0], L::sum(total));
   state->max = max;
+  return correction[0];
+}
 
-  float *out = state->out;
-  int c = 0;
-  for (; c + 64 <= head_dim; c += 64)
-    add_values<L, 8>(p, v + c, head_dim, lo, hi, correction[0], out + c);
-  for (; c + 8 <= head_dim; c += 8)
-    add_values<L, 1>(p, v + c, head_dim, lo, hi, correction[0], out + c);
-  for (; c < head_dim; ++c) {
-    float acc = out[c] * correction[0];
-    for (int j = lo; j < hi; ++j)
-      acc = std::fma(p[j], v[static_cast<int64_t>(j) * head_dim + c], acc);
-    out[c] = acc;
+template <typename L>
+inline void attend_tile_lanes(const float *q, int num_queries, const float *k, const float *v,
+                              int head_dim, int lo, int hi, float scale, AttentionState *states) {
+  for (int n = 0; n < num_queries; ++n, q += head_dim) {
+    float p[kKeyTile];
+    for (int j = lo / 8 * 8; j < hi; j += 8)
+      L::store(p + j, score_lanes<L>(q, k + static_cast<int64_t>(j) * head_dim, head_dim));
+    const float correction = weigh_keys<L>(lo, hi, scale, p, &states[n]);
+    float *out = states[n].out;
+    int c = 0;
+    for (; c + 64 <= head_dim; c += 64)
+      add_values<L, 8>(p, v + c, head_dim, lo, hi, correction, out + c);
+    for (; c + 8 <= head_dim; c += 8)
+      add_values<L, 1>(p, v + c, head_dim, lo, hi, correction, out + c);
+    for (; c < head_dim; ++c) {
+      float acc = out[c] * correction;
+      for (int j = lo; j < hi; ++j)
+        acc = std::fma(p[j], v[static_cast<int64_t>(j) * head_dim + c], acc);
+      out[c] = acc;
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "backend/cpu/dequant.h"
+#include "backend/cpu/host_memory.h"
 #include "backend/cpu/interleave.h"
 #include "base/thread_pool.h"
 
@@ -83,6 +84,7 @@ Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, T
 
   copies_.emplace_back(allocator, copy_bytes(tensor, copy));
   auto *to = copies_.back().data<uint8_t>();
+  prefer_large_pages(to, copy_bytes(tensor, copy));
   size_bytes_ += copy_bytes(tensor, copy);
   matrix.data = to;
   if (copy == Copy::kInterleaved) {

@@ -62,4 +62,8 @@ void HostAllocator::free(void *memory, uint64_t size_bytes) noexcept {
   used_bytes_.fetch_sub(size_bytes);
 }
 
+void prefer_large_pages(void *memory, uint64_t size_bytes) noexcept {
+  if (size_bytes >= kMapFrom) madvise(memory, size_bytes, MADV_HUGEPAGE);
+}
+
 }  // namespace xllm::cpu

@@ -27,4 +27,8 @@ class HostAllocator : public Allocator {
   std::atomic<uint64_t> used_bytes_{0};
 };
 
+// Asks for large pages where memory will be read from end to end, as weights are: a stream through
+// small ones waits for address translation. No effect where the system has none.
+void prefer_large_pages(void *memory, uint64_t size_bytes) noexcept;
+
 }  // namespace xllm::cpu

@@ -98,12 +98,13 @@ struct Kernels {
   void (*load_kv)(const KvLayout &layout, const uint8_t *page, int offset, int num_rows,
                   float *rows);
 
-  // One tile of keys for one query: keys [lo, hi) of k and v [kKeyTile, head_dim] f32, the rest is
-  // not read as a number. s = dot(q, k) * scale; M = max(max, s...); p = exp(s - M), 0 outside; c =
-  // exp(max - M); denominator = fma(denominator, c, T), T the sum of p as an f32 sum of 32; out =
-  // out * c, then out = fma(p, v, out), keys ascending.
-  void (*attend_tile)(const float *q, const float *k, const float *v, int head_dim, int lo, int hi,
-                      float scale, AttentionState *state);
+  // One tile of keys for the queries q [num_queries, head_dim] of a group, each with its state:
+  // keys [lo, hi) of k and v [kKeyTile, head_dim] f32, the rest is not read as a number. Per query:
+  // s = dot(q, k) * scale; M = max(max, s...); p = exp(s - M), 0 outside; c = exp(max - M);
+  // denominator = fma(denominator, c, T), T the sum of p as an f32 sum of 32; out = out * c, then
+  // out = fma(p, v, out), keys ascending.
+  void (*attend_tile)(const float *q, int num_queries, const float *k, const float *v, int head_dim,
+                      int lo, int hi, float scale, AttentionState *states);
 
   // Adds the part `from`, of later keys, to `into`: M = max of both, a = exp(into.max - M),
   // b = exp(from.max - M), denominator = fma(denominator, a, from.denominator * b), out likewise.
