@@ -58,6 +58,7 @@ def _functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "llama_set_n_threads": (None, [_ptr, _i32, _i32]),
         "llama_get_memory": (_ptr, [_ptr]),
         "llama_memory_clear": (None, [_ptr, ctypes.c_bool]),
+        "llama_memory_seq_rm": (ctypes.c_bool, [_ptr, _i32, _i32, _i32]),
         "llama_batch_init": (_Batch, [_i32, _i32, _i32]),
         "llama_batch_free": (None, [_Batch]),
         "llama_decode": (_i32, [_ptr, _Batch]),
@@ -78,14 +79,15 @@ _silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, _ptr)(lambda lev
 
 
 class LlamaCpp:
-    """One model and one sequence.
+    """One model and its sequences; all but `step` and `rewind` are about the first one.
 
     Args:
         path: The model file.
         num_threads: For prompts and single tokens alike.
-        context: Tokens that fit.
+        context: Tokens that fit, of all sequences together.
         flash_attention: False: the other of its two ways to compute attention; both are right.
         library: A libllama; None: the one of the installed xllamacpp.
+        num_seqs: Sequences side by side.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class LlamaCpp:
         context: int,
         flash_attention: bool = True,
         library: str | Path | None = None,
+        num_seqs: int = 1,
     ) -> None:
         self._lib = _functions(ctypes.CDLL(str(library or import_module("xllamacpp.xllamacpp").__file__)))
         self.version = f"xllamacpp {metadata.version('xllamacpp')}" if library is None else str(library)
@@ -109,6 +112,7 @@ class LlamaCpp:
         if list(params.words[:4]) != [512, 2048, 512, 1] or list(params.words[10:14]) != [2**32 - 1] * 4:
             raise RuntimeError(f"llama.cpp's context parameters have changed: they begin with {params.words[:16]}")
         params.words[0], params.words[1], params.words[2] = context, context, min(context, 512)
+        params.words[3] = num_seqs
         params.words[13] = int(flash_attention)
         self._context = self._lib.llama_init_from_model(self._model, params)
         if not self._context:
@@ -171,6 +175,24 @@ class LlamaCpp:
         self._num_done += len(ids)
         rows = [self._lib.llama_get_logits_ith(self._context, i) for i in range(first, len(ids))]
         return np.stack([np.ctypeslib.as_array(row, (self.vocab_size,)).copy() for row in rows])
+
+    def step(self, tokens: Sequence[tuple[int, int, int]], num_logits: int) -> None:
+        """Run (token, position, sequence) triples and wait for the logits of the last `num_logits`."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, seq) in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
+            batch.logits[i] = i >= len(tokens) - num_logits
+        status = self._lib.llama_decode(self._context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status}")
+        if num_logits:
+            self._lib.llama_get_logits_ith(self._context, len(tokens) - 1)
+
+    def rewind(self, seq: int, position: int) -> None:
+        """Forget what a sequence holds from a position on."""
+        self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), seq, position, -1)
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """Return the `count` most likely tokens one after another; the lowest id on a tie."""
