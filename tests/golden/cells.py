@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from cyengine import Engine, EngineConfig, XllmError
+from cyengine.types import Backend
 
 BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 7, 64, 512)
@@ -30,6 +31,7 @@ class Cell:
     def config(self) -> EngineConfig:
         """Return the engine's options: as many slots as requests may decode at once."""
         return EngineConfig(
+            backend=Backend.CPU,
             max_slots=self.batch,
             prefill_chunk=self.chunk,
             max_seq_len=self.cap,
@@ -66,7 +68,7 @@ def instruction_sets(model: Path) -> tuple[str, ...]:
     found = []
     for name in ("scalar", "avx2", "avx512", "neon"):
         try:
-            Engine(model, EngineConfig(instruction_set=name)).close()
+            Engine(model, EngineConfig(backend=Backend.CPU, instruction_set=name)).close()
         except XllmError:
             continue
         found.append(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cyengine import Engine, EngineConfig, Model
+from cyengine.types import Backend
 from tests.golden.cells import Cell, all_cells, covering_cells, instruction_sets
 from tests.golden.fixtures import DEMO, FIXTURES, Fixture
 from tests.golden.record import Record, load, sha256
@@ -114,7 +115,7 @@ NEIGHBOURLY = ["mini-qwen2.5-1.5b-q6_k", "mini-qwen3-8b-q4_k_m", "mini-llama-3.1
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_neighbours_that_come_and_are_cancelled_change_nothing(model_of: ModelOf, name: str, chunk: int) -> None:
     fixture = FIXTURES[name]
-    config = EngineConfig(max_slots=5, prefill_chunk=chunk, num_threads=2, max_seq_len=512)
+    config = EngineConfig(backend=Backend.CPU, max_slots=5, prefill_chunk=chunk, num_threads=2, max_seq_len=512)
     with Engine(model_of(fixture), config) as engine:
         answers = run(engine, requests_of(fixture), disturb=True)
         assert answers.tokens == recorded(load(name))
@@ -126,7 +127,7 @@ def test_neighbours_that_come_and_are_cancelled_change_nothing(model_of: ModelOf
 def test_a_prefix_from_the_cache_changes_nothing(model_of: ModelOf, name: str) -> None:
     fixture = FIXTURES[name]
     requests = requests_of(fixture)
-    with Engine(model_of(fixture), EngineConfig(max_slots=4, block_size=16)) as engine:
+    with Engine(model_of(fixture), EngineConfig(backend=Backend.CPU, max_slots=4, block_size=16)) as engine:
         first, again = run(engine, requests), run(engine, requests[::-1])
     assert first.tokens == again.tokens[::-1] == recorded(load(name))
     assert first.logprobs == again.logprobs[::-1]
@@ -139,7 +140,7 @@ def test_preemption_and_resumption_change_nothing(model_of: ModelOf, name: str) 
     fixture = FIXTURES[name]
     pairs = zip(requests_of(fixture), recorded(load(name)), strict=True)
     short = [(request, tokens) for request, tokens in pairs if len(request.prompt) <= 65]
-    config = EngineConfig(max_slots=8, block_size=16, max_seq_len=128, prefill_chunk=64)
+    config = EngineConfig(backend=Backend.CPU, max_slots=8, block_size=16, max_seq_len=128, prefill_chunk=64)
     with Model(model_of(fixture)) as model:
         block_bytes = model.plan(config).kv_bytes_per_token * config.block_size
     # Pools that hold the prompts which start together, but not always what they grow to: it depends on who came first.

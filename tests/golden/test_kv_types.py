@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cyengine import Engine, EngineConfig, KvType, Model, Request, errors
+from cyengine.types import Backend
 from tests.golden.cells import covering_cells, instruction_sets
 from tests.golden.fixtures import FIXTURES
 from tests.golden.run import Answers, half, requests_of, run
@@ -18,7 +19,7 @@ from tests.tools.make_tiny_gguf import make_tiny_gguf
 NAMES = ("mini-qwen2.5-1.5b-q6_k", "mini-llama-3.1-8b-q5_k_m")
 TYPES = (KvType.INT8, KvType.INT4)
 
-ALONE = EngineConfig(max_slots=1, max_seq_len=512, num_threads=1)
+ALONE = EngineConfig(backend=Backend.CPU, max_slots=1, max_seq_len=512, num_threads=1)
 
 Case = tuple[Path, KvType, Sequence[Request], Answers]
 
@@ -55,7 +56,7 @@ def test_the_type_is_used(case: Case) -> None:
     with Model(path) as model:
         info = model.info
         per_head = {KvType.INT8: info.head_dim, KvType.INT4: info.head_dim // 2}[kv_type] + info.head_dim // 32 * 2
-        plan = model.plan(EngineConfig(kv_type=kv_type, kv_memory=1 << 22))
+        plan = model.plan(EngineConfig(backend=Backend.CPU, kv_type=kv_type, kv_memory=1 << 22))
         # The codes and their scales, and no wider copy of them.
         assert plan.kv_bytes_per_token == info.num_layers * 2 * info.num_kv_heads * per_head
         assert plan.kv_num_blocks == (1 << 22) // (plan.kv_bytes_per_token * plan.block_size)
@@ -80,7 +81,15 @@ def test_cells(case: Case) -> None:
 
 def test_neighbours_and_cached_prefixes(case: Case) -> None:
     path, kv_type, requests, alone = case
-    config = EngineConfig(max_slots=5, prefill_chunk=7, block_size=16, num_threads=2, max_seq_len=512, kv_type=kv_type)
+    config = EngineConfig(
+        backend=Backend.CPU,
+        max_slots=5,
+        prefill_chunk=7,
+        block_size=16,
+        num_threads=2,
+        max_seq_len=512,
+        kv_type=kv_type,
+    )
     with Engine(path, config) as engine:
         check(run(engine, requests, disturb=True), alone, "neighbours")
         again = run(engine, requests[::-1])
@@ -92,7 +101,9 @@ def test_neighbours_and_cached_prefixes(case: Case) -> None:
 def test_preemption(case: Case) -> None:
     path, kv_type, requests, alone = case
     chosen = [i for i, request in enumerate(requests) if len(request.prompt) <= 65]
-    config = EngineConfig(max_slots=8, block_size=16, max_seq_len=128, prefill_chunk=64, kv_type=kv_type)
+    config = EngineConfig(
+        backend=Backend.CPU, max_slots=8, block_size=16, max_seq_len=128, prefill_chunk=64, kv_type=kv_type
+    )
     with Model(path) as model:
         block_bytes = model.plan(config).kv_bytes_per_token * config.block_size
     num_preemptions = 0
@@ -113,4 +124,4 @@ def test_a_head_that_groups_do_not_divide_is_refused(tmp_path: Path) -> None:
             Model(path) as model,
             pytest.raises(errors.InvalidArgumentError, match=r"kv_type.*multiple of 32.*f16"),
         ):
-            model.plan(EngineConfig(kv_type=kv_type))
+            model.plan(EngineConfig(backend=Backend.CPU, kv_type=kv_type))

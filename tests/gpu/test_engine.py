@@ -16,10 +16,14 @@ from tests.tools.make_tiny_gguf import make_tiny_gguf
 
 pytestmark = pytest.mark.gpu
 
-# Relative L2 error of a logit vector against float64; int8 activations cost up to 1.6e-2 on the CPU too.
-BATCHED_ERROR = 2e-2
+# Relative L2 error of a logit vector against float64: int8 activations cost these narrow models up to 3.3e-2 at their
+# worst position on the CPU too, and half of that at most positions.
+WORST_ERROR = 4e-2
+MEDIAN_ERROR = 2e-2
 PROMPT = [5, 17, 130, 42, 7, 99, 3, 201, 64, 12, 8, 77]
-CUDA = EngineConfig(backend=Backend.CUDA)
+# A small pool: by default the first engine takes nine tenths of the device.
+POOL = 1 << 26
+CUDA = EngineConfig(backend=Backend.CUDA, kv_memory=POOL)
 
 
 def tokens(engine: Engine, request: Request) -> list[int]:
@@ -50,12 +54,16 @@ def test_logits_are_those_of_the_reference(tmp_path: pathlib.Path, arch: str, dt
         slot = engine.acquire()
         engine.prefill(slot, PROMPT)
         history = list(PROMPT)
-        for _ in range(4):
+        found_errors = []
+        for _ in range(8):
             (step,) = engine.decode_step_batch([slot], logits=True)
             expected = load(path).logits(history)[-1]
-            found = np.asarray(step.logits, dtype=np.float64)
-            assert np.linalg.norm(found - expected) / np.linalg.norm(expected) <= BATCHED_ERROR
+            assert step.logits is not None
+            found = np.frombuffer(step.logits, dtype="<f4").astype(np.float64)
+            found_errors.append(float(np.linalg.norm(found - expected) / np.linalg.norm(expected)))
             history.append(step.token_id)
+        assert max(found_errors) <= WORST_ERROR
+        assert float(np.median(found_errors)) <= MEDIAN_ERROR
 
 
 def test_a_request_has_the_same_tokens_alone_and_in_company(engine: Engine) -> None:
@@ -83,13 +91,13 @@ def test_a_request_has_the_same_tokens_alone_and_in_company(engine: Engine) -> N
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_of_a_prompt_change_nothing(model: pathlib.Path, engine: Engine, chunk: int) -> None:
     request = Request(prompt=[(3 * j) % 250 for j in range(150)], max_tokens=16, ignore_eos=True)
-    with Engine(model, EngineConfig(backend=Backend.CUDA, prefill_chunk=chunk)) as other:
+    with Engine(model, EngineConfig(backend=Backend.CUDA, kv_memory=POOL, prefill_chunk=chunk)) as other:
         assert tokens(other, request) == tokens(engine, request)
 
 
 def test_memory_does_not_depend_on_the_longest_sequence(model: pathlib.Path) -> None:
     def plan(max_seq_len: int) -> tuple[int, int, int]:
-        config = EngineConfig(backend=Backend.CUDA, max_seq_len=max_seq_len, allow_long_context=True, kv_memory=1 << 26)
+        config = EngineConfig(backend=Backend.CUDA, max_seq_len=max_seq_len, allow_long_context=True, kv_memory=POOL)
         with Engine(model, config) as engine:
             found = engine.info.plan
             return found.total_bytes, found.scratch_bytes, found.kv_pool_bytes
