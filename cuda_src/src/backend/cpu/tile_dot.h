@@ -339,10 +339,6 @@ struct TileQ6_K {
 
 // ---- rows and tokens ----
 
-// Few tokens wait for memory: what comes this many bytes later is asked for now. Rows follow one
-// another, so it is the next rows' at their end; beyond the matrix a prefetch is ignored.
-constexpr int kAheadBytes = 4096;
-
 // Sixteen rows (num_rows of them wanted) by T tokens.
 template <typename V, typename Product, int T>
 inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *acts, int num_tokens,
@@ -353,11 +349,6 @@ inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *ac
     product.start();
     Tile<V> tile = {weights + kHalfBytes + 4 * r, weights + 2 * r};
     for (int b = 0; b < cols / Product::kElements; ++b) {
-      if (T <= 4 && r == 0) {
-        const auto next = reinterpret_cast<uintptr_t>(tile.words) + kAheadBytes;
-        for (uintptr_t i = 0; i < kInterleavedRows * Product::kBytes; i += 64)
-          __builtin_prefetch(reinterpret_cast<const void *>(next + i));
-      }
       product.add_block(tile, acts, b);
       tile.words += kInterleavedRows * Product::kBytes;
       tile.halves += kInterleavedRows * Product::kBytes;
