@@ -13,6 +13,7 @@ from libc.stdlib cimport calloc, free
 
 from cyengine cimport c_xllm as c
 
+import operator
 import os
 import time
 
@@ -72,7 +73,7 @@ cdef int32_t *_copy_ids(object ids, size_t *num) except? NULL:
         for value in ids:
             if i == n:
                 break
-            copy[i] = value
+            copy[i] = operator.index(value)  # a float is no token id
             i += 1
     except OverflowError:
         free(copy)
@@ -397,6 +398,11 @@ cdef class _RequestArgs:
         self.r.prompt = self._prompt
         self._stop_ids = _copy_ids(request.stop_token_ids, &self.r.num_stop_token_ids)
         self.r.stop_token_ids = self._stop_ids
+        if isinstance(request.stop_strings, (str, bytes)):
+            raise errors.InvalidArgumentError(
+                "stop_strings: expected a sequence of strings, found one string: put it in a list",
+                details={"field": "stop_strings"},
+            )
         self._keep = [stop.encode("utf-8", "surrogatepass") for stop in request.stop_strings]
         if self._keep:
             self._stops = <c.xllm_text *>calloc(len(self._keep), sizeof(c.xllm_text))
@@ -530,6 +536,7 @@ cdef class Engine:
 
     def cancel(self, request_id):
         cdef c.xllm_error err
+        _in_range("request_id", request_id, 0, 2**64 - 1)
         _check(c.xllm_engine_cancel(self._open(), request_id, &err), &err)
 
     @property
@@ -540,10 +547,13 @@ cdef class Engine:
         cdef c.xllm_error err
         cdef c.xllm_status status = c.XLLM_STATUS_OK
         cdef c.xllm_events *batch = NULL
+        _in_range("request_id", request_id, 0, 2**64 - 1)
         cdef uint64_t wanted = request_id
         cdef double wait = 0
         cdef size_t i
         cdef c.xllm_engine *handle
+        if timeout_s != timeout_s:
+            raise errors.InvalidArgumentError("timeout_s is not a number", details={"field": "timeout_s"})
         deadline = None if timeout_s < 0 else time.monotonic() + timeout_s
         while True:
             # note: waits in slices, so that Ctrl-C and close() by another thread are seen.
@@ -565,12 +575,17 @@ cdef class Engine:
             c.xllm_events_destroy(batch)
 
     def stream(self, request):
-        request_id = self.submit(request, private=True)
-        return self._stream(request_id)
+        return self._stream(self.submit(request, private=True))
 
     def _stream(self, request_id):
+        events = self._events_of(request_id)
+        next(events)  # into its try, so that closing or dropping it before the first event cancels the request too
+        return events
+
+    def _events_of(self, request_id):
         finished = False
         try:
+            yield None
             while not finished:
                 for event in self.take_events(request_id, -1.0):
                     finished = isinstance(event, types.FinishedEvent)

@@ -491,7 +491,7 @@ typedef struct xllm_event {
   int32_t matched_stop;     /* STOP_STRING: index of the string; else -1 */
   const char *message;      /* status is not OK: one line; else NULL */
   uint32_t num_generated_tokens;
-  /* ttft_s is submission to first token, 0 if there was none. */
+  /* queue_s in ACCEPTED too; ttft_s is submission to first token, 0 if there was none. */
   double queue_s, prefill_s, decode_s, ttft_s;
 } xllm_event;
 

@@ -117,6 +117,20 @@ def test_request_values_out_of_range_name_the_field(engine: Engine, field: str, 
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
+def test_values_of_another_kind_are_refused(engine: Engine) -> None:
+    with pytest.raises(TypeError):
+        engine.submit(Request(prompt=[1.9, 2.9]))  # type: ignore[list-item]
+    with pytest.raises(errors.InvalidArgumentError, match="list"):
+        engine.submit(Request(prompt=[1], stop_strings="abc"))
+    with pytest.raises(errors.InvalidArgumentError):
+        engine.take_events(0, float("nan"))
+    for request_id in (-1, 2**70):
+        with pytest.raises(errors.InvalidArgumentError):
+            engine.cancel(request_id)
+        with pytest.raises(errors.InvalidArgumentError):
+            engine.take_events(request_id)
+
+
 def test_a_mode_mismatch_says_what_to_do(engine: Engine) -> None:
     with pytest.raises(errors.DecodeModeMismatchError) as caught:
         engine.submit(Request(prompt=[1], decode_mode=DecodeMode.PER_SLOT))

@@ -88,6 +88,16 @@ def test_dropping_the_iterator_gives_slot_and_blocks_back(engine: Engine) -> Non
     wait_until_idle(engine)
 
 
+@pytest.mark.parametrize("way", ["drop", "close"])
+def test_an_iterator_that_was_never_begun_gives_its_slot_back(engine: Engine, way: str) -> None:
+    stream = engine.stream(ENDLESS)
+    if way == "close":
+        stream.close()  # type: ignore[attr-defined]
+    del stream
+    gc.collect()
+    wait_until_idle(engine)
+
+
 def test_close_ends_calls_that_wait(tiny_model: pathlib.Path) -> None:
     engine = Engine(tiny_model, CPU)
     outcome: list[BaseException] = []

@@ -350,6 +350,7 @@ Event Request::accepted_event() const {
   event.decode_mode = decode_mode_;
   event.seed = seed_;
   event.max_tokens = max_tokens_;
+  event.queue_s = admitted_s_ - submitted_s_;
   return event;
 }
 
