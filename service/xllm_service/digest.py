@@ -24,11 +24,25 @@ def shard_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class FileDigest:
-    """SHA-256 of a model's files, computed once, by a thread of its own that yields to everything else."""
+    """SHA-256 of a model's files, computed once, by a thread of its own that yields to everything else.
+
+    Made right after the model was opened. A file that is another one by the time it is read gives no digest: it would
+    vouch for a model that is not the one served.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
+        self._identities: list[tuple[int, int, int, int] | None] = []
+        for path in self._paths:
+            try:
+                self._identities.append(_identity(path.stat()))
+            except OSError:  # said when it is read
+                self._identities.append(None)
         self._value = ""
         self.problem = ""
         self._thread: threading.Thread | None = None
@@ -65,8 +79,11 @@ class FileDigest:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         digest = hashlib.sha256()
         try:
-            for path in self._paths:
+            for path, identity in zip(self._paths, self._identities, strict=True):
                 with path.open("rb", buffering=0) as file:
+                    if identity != _identity(os.fstat(file.fileno())):
+                        self.problem = "the file was replaced after the model was opened"
+                        return
                     while chunk := file.read(_CHUNK):
                         if self._is_stopped.is_set():
                             return

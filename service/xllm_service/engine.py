@@ -158,7 +158,6 @@ _FIELD_PATHS = {
 }
 _METADATA_NAMES = {
     "num_tokens": "num_prompt_tokens",
-    "limit": "max_seq_len",
     "blocks_needed": "num_blocks_needed",
     "blocks_total": "num_blocks_total",
 }
@@ -170,7 +169,8 @@ def to_service_error(error: XllmError) -> ServiceError:
 
 
 def _service_error(status: Status, message: str, details: Mapping[str, str]) -> ServiceError:
-    metadata = {_METADATA_NAMES.get(key, key): value for key, value in details.items() if key not in ("field", "index")}
+    names = {**_METADATA_NAMES, "limit": "queue_limit" if status == Status.QUEUE_FULL else "max_seq_len"}
+    metadata = {names.get(key, key): value for key, value in details.items() if key not in ("field", "index")}
     path = ""
     if name := details.get("field"):
         base, bracket, rest = name.partition("[")

@@ -104,6 +104,7 @@ async def test_a_full_queue_refuses_the_excess_and_serves_the_rest(endless_model
         await eventually(lambda: sum(result.done() for result in results) == 36)
         refusals = [result.exception() for result in results if result.done()]
         assert all(isinstance(refusal, QueueFullError) and refusal.retry_delay_s for refusal in refusals)
+        assert {refusal.metadata["queue_limit"] for refusal in refusals if isinstance(refusal, QueueFullError)} == {"4"}
         for holder in holders:
             holder.close()
         served = [await result for result in results if not isinstance(_outcome(result), XllmError)]

@@ -34,6 +34,18 @@ def test_a_file_that_has_gone_is_said(tmp_path: Path) -> None:
     assert str(tmp_path) not in digest.problem
 
 
+def test_a_file_that_was_replaced_gives_no_digest(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"the one that is served")
+    digest = FileDigest([path])
+    other = tmp_path / "other"
+    other.write_bytes(b"another")
+    other.replace(path)
+    with pytest.raises(ServiceError, match="replaced"):
+        digest.wait()
+    assert digest.value == ""
+
+
 def test_stopping_ends_it(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"x")
