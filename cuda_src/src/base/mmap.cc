@@ -95,4 +95,11 @@ void MappedFile::prefetch(uint64_t offset, uint64_t size) const noexcept {
                               static_cast<size_t>(offset - start + size), MADV_WILLNEED));
 }
 
+void MappedFile::release_pages() const noexcept {
+  if (data_ == nullptr) return;
+  // Nothing was ever written to the mapping, so dropping its pages loses nothing.
+  static_cast<void>(
+      ::madvise(const_cast<uint8_t *>(data_), static_cast<size_t>(size_), MADV_DONTNEED));
+}
+
 }  // namespace xllm

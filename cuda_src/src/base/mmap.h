@@ -34,6 +34,9 @@ class MappedFile {
   // Asks the system to read `size` bytes from `offset` ahead of use. A hint: returns at once and
   // never fails.
   void prefetch(uint64_t offset, uint64_t size) const noexcept;
+  // Gives the pages that are in memory back to the system, which keeps them cached as long as it
+  // likes; they come in again when touched. Addresses and contents stay as they are.
+  void release_pages() const noexcept;
 
  private:
   void unmap() noexcept;

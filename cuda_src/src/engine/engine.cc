@@ -210,6 +210,7 @@ void Engine::load_lane(DecodeMode mode) {
   lanes_.push_back(std::make_unique<Lane>(mode, backend_.get(), model_.dims, model_.tensors, plan,
                                           scheduler, config_.max_slots, cache_key_,
                                           config_.use_prefix_cache, nullptr));
+  if (model_.release_pages) model_.release_pages();
   loaded_modes_.fetch_or(mode_bit(mode));
 }
 

@@ -30,6 +30,10 @@ EngineModel make_engine_model(std::shared_ptr<const ModelFile> file) {
   out.dims = model->dims();
   out.tensors = model->tensors();
   out.tokenizer = &file->tokenizer();
+  const GgufFile *pages = &file->file();
+  out.release_pages = [pages] {
+    for (uint32_t i = 0; i < pages->num_shards(); ++i) pages->shard(i).release_pages();
+  };
   out.keep_alive = std::move(file);
   return out;
 }

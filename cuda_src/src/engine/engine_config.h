@@ -37,6 +37,9 @@ struct EngineModel {
   ModelTensors tensors;
   const Tokenizer *tokenizer = nullptr;    // null: none
   std::shared_ptr<const void> keep_alive;  // what the views and the tokenizer belong to
+  // Called when a set of weights is loaded: what was only read to be copied need not stay in
+  // memory. May be empty.
+  std::function<void()> release_pages;
 };
 
 // Throws Error(kModelUnsupported) for a file that holds only a vocabulary.
