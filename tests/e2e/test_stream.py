@@ -26,7 +26,9 @@ async def test_the_demo_model_knows_the_capital_of_france(demo_model: Path, tmp_
             if event.kind == "delta"
         ]
         assert "".join(delta.text for delta in deltas).startswith(" Paris")
-        assert [delta.num_tokens for delta in deltas] == [1] * 8
+        # One token each where the reader keeps up; a machine that is busy elsewhere may merge some, and none is lost.
+        assert sum(delta.num_tokens for delta in deltas) == 8
+        assert len(deltas) > 1
         answer = await client.chat_once([{"role": "user", "content": "What is 2 + 2?"}], max_tokens=24)
         assert "4" in answer.text
         await eventually(lambda: is_idle(server))
