@@ -1,9 +1,10 @@
 """Chat messages to a prompt, by the model's own Jinja template.
 
 The template comes with the model file, so it is code from a stranger: it runs in minijinja, which has no access to
-Python objects, with a budget of instructions and of output. The environment is the one of `transformers`
-(`apply_chat_template`): trim_blocks and lstrip_blocks, one trailing newline dropped, loop controls, `raise_exception`,
-`strftime_now`, and a `tojson` that keeps key order, integers and characters.
+Python objects, in a process of its own (template_sandbox.py) with a budget of instructions, processor time, memory and
+output. The environment is the one of `transformers` (`apply_chat_template`): trim_blocks and lstrip_blocks, one
+trailing newline dropped, loop controls, `raise_exception`, `strftime_now`, and a `tojson` that keeps key order, integers
+and characters.
 
 Text that came in a message must never become a control token, whichever role or field it came in. Where a message's
 text spells one (or ends with the beginning of one, which the next piece could complete), the first character of the
@@ -13,7 +14,6 @@ the tokenizer never joins into a control token. All other text renders exactly a
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import re
@@ -21,10 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import minijinja
+from xllm_service.template_sandbox import SandboxError, TemplateSandbox
 
-# Instructions one rendering may take. A long conversation takes thousands; this is some tens of milliseconds.
-FUEL = 1_000_000
 # Characters one rendering may put out beyond those that the messages hold.
 MAX_GROWTH = 4_000_000
 # Noncharacters (Unicode 23.7): for internal use, never part of text. One that no input contains becomes the mark.
@@ -53,29 +51,6 @@ class Piece:
     trusted: bool
 
 
-class _Refusal(Exception):
-    """What the template's `raise_exception` throws."""
-
-
-def _raise_exception(message: object = "") -> str:
-    raise _Refusal(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # note: minijinja's own tojson escapes for HTML, which the models were not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _as_jinja2_reads(source: str) -> str:
     source = _RAW_LINE.sub(r"\1\n", _LINE_END.sub("\n", source))
     return _GENERATION_TAG.sub(r"{#\1 #}", source)
@@ -101,32 +76,25 @@ class ChatTemplate:
         self._prefixes = {token[:n] for token in self._control_tokens for n in range(1, len(token))}
         self._longest_prefix = max((len(prefix) for prefix in self._prefixes), default=0)
         self._variables = dict(variables or {})
-        self._problem = ""
+        self._problem: str | None = None
+        self._sandbox = TemplateSandbox(_as_jinja2_reads(source))
         if not source:
             self._problem = "the model file has no tokenizer.chat_template: use text or token_ids input"
-            return
-        self._environment = minijinja.Environment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            undefined_behavior="lenient",
-            fuel=FUEL,
-            debug=False,
-            pycompat=True,
-            # note: without this a name ending in .html or .json would switch escaping on.
-            auto_escape_callback=lambda _name: None,
-        )
-        self._environment.add_filter("tojson", _to_json)
-        self._environment.add_global("raise_exception", _raise_exception)
-        self._environment.add_global("strftime_now", _strftime_now)
-        try:
-            self._environment.add_template("chat", _as_jinja2_reads(source))
-        except minijinja.TemplateError as error:
-            self._problem = f"the model's chat template does not compile: {_first_line(error)}"
 
     @property
     def problem(self) -> str:
-        """Why chat is off for this model; empty where it works."""
+        """Why chat is off for this model; empty where it works. Compiles the template on first use."""
+        if self._problem is None:
+            try:
+                problem = self._sandbox.problem()
+            except SandboxError as error:
+                return str(error)  # of this machine's, and it may pass
+            self._problem = f"the model's chat template does not compile: {problem}" if problem else ""
         return self._problem
+
+    def close(self) -> None:
+        """End the process that renders it."""
+        self._sandbox.close()
 
     def render(
         self,
@@ -149,8 +117,8 @@ class ChatTemplate:
             TemplateUnusableError: the model has no usable template.
             TemplateRenderError: the template refused the messages, failed, or used up its budget.
         """
-        if self._problem:
-            raise TemplateUnusableError(self._problem)
+        if self.problem:
+            raise TemplateUnusableError(self.problem)
         for index, message in enumerate(messages):
             role = message.get("role")
             if not isinstance(role, str) or not _ROLE.fullmatch(role):
@@ -170,21 +138,14 @@ class ChatTemplate:
             }
             if tools:
                 context["tools"] = self._guard(list(tools), mark)
+            size = _size((messages, tools, arguments))
+            text = self._sandbox.render(context, MAX_GROWTH + size, size)
         except RecursionError:
             raise TemplateRenderError("the messages, tools or template arguments are nested too deeply") from None
-        try:
-            text = self._environment.render_template("chat", **context)
-        except _Refusal as refusal:
-            raise TemplateRenderError(f"the model's chat template refused the messages: {refusal}") from None
-        except minijinja.TemplateError as error:
-            if error.kind == "OutOfFuel":
-                raise TemplateRenderError("template budget used up: the chat template runs too long here") from None
-            raise TemplateRenderError(f"the model's chat template failed: {_first_line(error)}") from None
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            # note: from a filter of ours that the template called with unsuitable arguments.
-            raise TemplateRenderError(f"the model's chat template failed: {type(error).__name__}: {error}") from None
-        if len(text) > MAX_GROWTH + _size((messages, tools, arguments)):
-            raise TemplateRenderError(f"template budget used up: the prompt has {len(text)} characters")
+        except SandboxError as error:
+            raise TemplateRenderError(str(error)) from None
+        except (TypeError, ValueError) as error:
+            raise TemplateRenderError(f"the template arguments are no JSON: {error}") from None
         return _split_marked(text, mark)
 
     def _choose_mark(self, inputs: object) -> str:
@@ -240,7 +201,3 @@ def _size(value: object) -> int:
     if isinstance(value, (list, tuple)):
         return sum(_size(item) for item in value)
     return 8
-
-
-def _first_line(error: minijinja.TemplateError) -> str:
-    return str(error).splitlines()[0]

@@ -211,6 +211,7 @@ class Model:
     def close(self) -> None:
         """Unmap the file; engines made from it go on."""
         self.digest.stop()
+        self.chat_template.close()
         self.core.close()
 
     def _read_vocabulary(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 
 import pytest
@@ -129,14 +130,44 @@ def test_a_role_is_a_plain_name() -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'a' * 1000000000 }}",
         "{% set n = namespace(v='a') %}{% for i in range(99) %}{% set n.v = n.v ~ n.v %}{% endfor %}{{ n.v }}",
+        # A few instructions that cost gigabytes or years: no count of instructions stops these.
+        "{% set n = namespace(v=[1]) %}{% for i in range(60) %}{% set n.v = n.v + n.v %}{% endfor %}{{ n.v|length }}",
+        "{% set n = namespace(v='a') %}{% for i in range(60) %}{% set n.v = [n.v, n.v] %}{% endfor %}{{ n.v }}",
+        "{% set n = namespace(v=1) %}{% for i in range(60) %}{% set n.v = {1: n.v, 2: n.v} %}{% endfor %}{{ n.v|tojson }}",
+        "{{ [1]|tojson(indent=1000000000) }}",
     ],
 )
-def test_expensive_templates_are_stopped_quickly(source: str) -> None:
-    template = ChatTemplate(source)
-    begin = time.monotonic()
-    with pytest.raises(TemplateRenderError):
+def test_expensive_templates_are_stopped_and_harm_nothing(source: str) -> None:
+    template = ChatTemplate("{% if messages[0].content == 'bad' %}" + source + "{% endif %}fine")
+    own = time.process_time()
+    for _ in range(2):
+        with pytest.raises(TemplateRenderError):
+            template.render(user("bad"))
+        assert joined(template.render(user("good"))) == "fine"
+    assert time.process_time() - own < 1.0, "whatever it costs, it costs another process"
+    template.close()
+
+
+def test_a_rendering_ends_after_its_time() -> None:
+    template = ChatTemplate(
+        "{% set n = namespace(v='a') %}{% for i in range(60) %}{% set n.v = [n.v, n.v] %}{% endfor %}{{ n.v }}"
+    )
+    before = os.times()
+    with pytest.raises(TemplateRenderError, match="template budget"):
         template.render(user("x"))
-    assert time.monotonic() - begin < 1.0  # documented: 100 ms; ten times that on a busy machine
+    after = os.times()
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < 1.0  # 100 ms, and the start of the process
+
+
+def test_a_closed_template_leaves_no_process_and_can_be_used_again() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    template = ChatTemplate("{{ messages[0].content }}")
+    for _ in range(2):
+        assert joined(template.render(user("x"))) == "x"
+        template.close()
+        template.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(
