@@ -273,24 +273,22 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                    {"ffn_ms", with_rate(ffn, bytes.ffn)},
                    {"head_ms", with_rate(head, bytes.head)}});
     }
-    // What the shape of the rings does, a warp per tile, norms of their own, and dependent
+    // What the shape of the rings does, norms of their own, and dependent
     // launches.
     if (options.has_variants && (bs == 1 || bs == 8)) {
       const cuda::Device usual = backend.device();
       struct Variant {
-        int ctas, stages, tiles_per_sm;
+        int ctas, stages;
         bool is_dependent, defers;
       };
-      for (const Variant &v : {Variant{3, 4, 8, true, true},
-                               {3, 4, 8, true, false},
-                               {3, 4, 16, true, true},
-                               {3, 3, 8, true, true},
-                               {2, 4, 8, true, true},
-                               {3, 4, 8, false, true}}) {
+      for (const Variant &v : {Variant{3, 4, true, true},
+                               {3, 4, true, false},
+                               {3, 3, true, true},
+                               {2, 4, true, true},
+                               {3, 4, false, true}}) {
         backend.device() = usual;
         backend.device().ctas_per_sm = v.ctas;
         backend.device().ring_stages = v.stages;
-        backend.device().one_token_tiles_per_sm = v.tiles_per_sm;
         backend.device().has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
         backend.set_deferred_norms(v.defers);
         const double step = graph_ms(&backend, [&] {
@@ -307,7 +305,6 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                      {"bs", std::to_string(bs)},
                      {"ctas_per_sm", std::to_string(v.ctas)},
                      {"stages", std::to_string(v.stages)},
-                     {"warp_per_tile_from", std::to_string(v.tiles_per_sm)},
                      {"deferred_norms", v.defers ? "yes" : "no"},
                      {"dependent_launch", v.is_dependent ? "yes" : "no"},
                      {"layers_and_head_ms", number(step)}});

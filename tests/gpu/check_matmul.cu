@@ -28,6 +28,8 @@ const DType kTypes[] = {DType::kQ4_0, DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, 
 // Quantised activations made on the host, by the rule of act_quant.cuh.
 struct Acts {
   std::vector<double> values;  // [tokens][cols], d * q
+  std::vector<int8_t> q;       // [tokens][cols]
+  std::vector<float> d, s;     // [tokens][cols / 32]
   DeviceArray<int8_t> codes;
   DeviceArray<float2> scales;
   ActView view;
@@ -41,6 +43,8 @@ std::unique_ptr<Acts> random_acts(int tokens, int64_t cols, uint64_t seed) {
   std::vector<int8_t> codes(static_cast<size_t>(padded) * blocks * 32, 0);
   std::vector<float2> scales(static_cast<size_t>(padded) * blocks, make_float2(0, 0));
   std::vector<double> values(static_cast<size_t>(tokens) * cols);
+  std::vector<int8_t> qs(values.size());
+  std::vector<float> ds(values.size() / 32), sums(values.size() / 32);
   Random random(seed);
   for (int token = 0; token < tokens; ++token) {
     for (int block = 0; block * 32 < cols; ++block) {
@@ -59,14 +63,23 @@ std::unique_ptr<Acts> random_acts(int tokens, int64_t cols, uint64_t seed) {
             std::max(-127, std::min(127, static_cast<int>(std::nearbyint(x[k] * inverse))));
         sum += q;
         codes[entry * 32 + position_in_block(k)] = static_cast<int8_t>(q);
-        if (block * 32 + k < cols)
-          values[static_cast<size_t>(token) * cols + block * 32 + k] = static_cast<double>(d) * q;
+        const size_t at = static_cast<size_t>(token) * cols + block * 32 + k;
+        values[at] = static_cast<double>(d) * q;
+        qs[at] = static_cast<int8_t>(q);
       }
       scales[entry] = make_float2(d, d * static_cast<float>(sum));
+      const size_t at = static_cast<size_t>(token) * (cols / 32) + block;
+      ds[at] = scales[entry].x;
+      sums[at] = scales[entry].y;
     }
   }
-  auto acts = std::unique_ptr<Acts>(
-      new Acts{std::move(values), DeviceArray<int8_t>(codes), DeviceArray<float2>(scales), {}});
+  auto acts = std::unique_ptr<Acts>(new Acts{std::move(values),
+                                             std::move(qs),
+                                             std::move(ds),
+                                             std::move(sums),
+                                             DeviceArray<int8_t>(codes),
+                                             DeviceArray<float2>(scales),
+                                             {}});
   acts->view = {acts->codes.data(), acts->scales.data(), blocks};
   return acts;
 }
@@ -158,6 +171,20 @@ bool same_bytes(const float *a, const float *b, size_t count) {
   return std::memcmp(a, b, count * sizeof(float)) == 0;
 }
 
+// Outputs of three tokens against the host's additions in the order that matmul_args.cuh defines.
+bool in_canonical_order(const MatrixView &w, const Acts &acts, const std::vector<float> &out) {
+  const std::vector<uint8_t> tiles = cuda::repack_on_host(w);
+  for (const int64_t token : {0, 5, 129}) {
+    for (int64_t row = 0; row < w.rows; ++row) {
+      const float y = cuda::product_on_host(
+          cuda::weight_type_of(w.dtype), tiles.data(), w.cols, row, acts.q.data() + token * w.cols,
+          acts.d.data() + token * (w.cols / 32), acts.s.data() + token * (w.cols / 32));
+      if (!same_bytes(&y, &out[static_cast<size_t>(token * w.rows + row)], 1)) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 void check_repack(Report *report) {
@@ -192,8 +219,6 @@ void check_matmul(Report *report) {
   const cuda::Device device = test_device();
   cuda::Device old_device = device;
   old_device.has_int8_mma = false;
-  cuda::Device tile_device = device;  // a warp for each tile, however few there are
-  tile_device.one_token_tiles_per_sm = 0;
   uint64_t seed = 100;
   for (const DType type : kTypes) {
     const bool is_k = dtype_info(type).block_elems == 256;
@@ -213,15 +238,13 @@ void check_matmul(Report *report) {
           run(device, matrix, *acts, kMaxTokens, nullptr, false, nullptr);
       const double error = worst_error(all, reference, kMaxTokens, rows);
       report->verdict(name + ": float64", error < 1e-5, "relative error " + number(error));
+      if (!cuda::is_plain(on_device->matrix.type))
+        report->verdict(name + ": canonical order", in_canonical_order(m.view, *acts, all), "");
       std::string differs, old_differs;
       for (const int tokens : kTokenCounts) {
         const std::vector<float> some = run(device, matrix, *acts, tokens, nullptr, false, nullptr);
         if (!same_bytes(some.data(), all.data(), some.size()))
           differs += " " + std::to_string(tokens);
-        const std::vector<float> by_tile =
-            run(tile_device, matrix, *acts, tokens, nullptr, false, nullptr);
-        if (!same_bytes(by_tile.data(), all.data(), by_tile.size()))
-          differs += " " + std::to_string(tokens) + " (a warp per tile)";
         const std::vector<float> old =
             run(old_device, matrix, *acts, tokens, nullptr, false, nullptr);
         if (!same_bytes(old.data(), all.data(), old.size()))
@@ -275,8 +298,8 @@ void check_matmul(Report *report) {
                       "relative error " + number(worst_error(all, reference, kMaxTokens, rows)));
       std::string differs;
       for (const int tokens : kTokenCounts) {
-        for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device),
-                                          static_cast<const cuda::Device *>(&tile_device)}) {
+        for (const cuda::Device *which :
+             {&device, static_cast<const cuda::Device *>(&old_device)}) {
           const std::vector<float> some =
               run(*which, matrix, *acts, tokens, device_bias.data(), true, &start_values);
           if (!same_bytes(some.data(), all.data(), some.size()))
@@ -328,8 +351,7 @@ void check_matmul(Report *report) {
                     "largest distance " + number(worst) + " of a quantisation step");
     std::string differs;
     for (const int tokens : kTokenCounts) {
-      for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device),
-                                        static_cast<const cuda::Device *>(&tile_device)}) {
+      for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device)}) {
         const auto some = run_swiglu(*which, tokens);
         bool same = true;
         for (int m = 0; m < tokens; ++m) {

@@ -82,7 +82,7 @@ template <int kType, int kUnit, int kTokens>
 __device__ __forceinline__ void dot_unit(const uint8_t *chunk, int lane, const uint8_t *codes,
                                          const float2 *ds,
                                          typename WeightTile<kType>::Scales &scales,
-                                         float (&acc)[2][(kTokens + 3) / 4]) {
+                                         float (&acc)[kNumChains][2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
   if (!Tile::kKQuant) Tile::load_scales(chunk + kUnit * Tile::kUnitBytes, lane >> 2, &scales);
   uint32_t a[2][4];
@@ -90,15 +90,15 @@ __device__ __forceinline__ void dot_unit(const uint8_t *chunk, int lane, const u
   constexpr int kFirst = Tile::kKQuant ? 2 * kUnit : 0;
   constexpr int kBlockBytes = kActGroup * kActBlock;
   dot_step<kType, kFirst, kTokens>(scales, a[0], codes + 2 * kUnit * kBlockBytes,
-                                   ds + 2 * kUnit * kActGroup, lane & 3, acc);
+                                   ds + 2 * kUnit * kActGroup, lane & 3, acc[kUnit]);
   dot_step<kType, kFirst + 1, kTokens>(scales, a[1], codes + (2 * kUnit + 1) * kBlockBytes,
-                                       ds + (2 * kUnit + 1) * kActGroup, lane & 3, acc);
+                                       ds + (2 * kUnit + 1) * kActGroup, lane & 3, acc[kUnit]);
 }
 
 template <int kType, int kTokens>
 __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t *tile,
                                           int first_chunk, int end_chunk, int lane,
-                                          float (&acc)[2][(kTokens + 3) / 4]) {
+                                          float (&acc)[kNumChains][2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
   const int64_t group = args.first_token / kActGroup;
   const int in_group = args.first_token % kActGroup;
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   const int num_chunks = (args.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
-  const int first_chunk = warp * args.chunks_per_slice;
-  const int end_chunk = min(first_chunk + args.chunks_per_slice, num_chunks);
+  const int first_chunk = slice_first_chunk(warp, args.num_slices, num_chunks);
+  const int end_chunk = slice_first_chunk(warp + 1, args.num_slices, num_chunks);
   const int tiles = group_tiles(args.epilogue);
   const int group = static_cast<int>(blockIdx.x);
   let_next_kernel_start();
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
     find_tile(args, group, index, &s, &tile);
     const MatmulSegment &segment = args.segments[s];
     const uint8_t *from = segment.tiles + tile * segment.tile_bytes;
-    float acc[2][kOwned] = {};
+    float acc[kNumChains][2][kOwned] = {};
     switch (segment.type) {
       case kWeightQ4_0:
         dot_slice<kWeightQ4_0, kTokens>(args, from, first_chunk, end_chunk, lane, acc);
@@ -172,7 +172,9 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
         const int token = t + 4 * i;
-        if (token < kTokens) to[(g + 8 * r) * kTokens + token] = acc[r][i];
+        if (token < kTokens)
+          to[(g + 8 * r) * kTokens + token] =
+              sum_chains(acc[0][r][i], acc[1][r][i], acc[2][r][i], acc[3][r][i]);
       }
     }
   }

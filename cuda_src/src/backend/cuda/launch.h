@@ -17,14 +17,11 @@ struct Device {
   int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
-  int mma_one_registers[2] = {};       // per thread, by TypeSet (prepare_matmul)
   int mma_small_registers[2][2] = {};  // [one or two sets of warps][one token or more]
   // How deep the rings of the matrix kernels are and how many CTAs share an SM (one fewer for more
   // than one token), where shared memory allows. Speed only, never numbers.
   int ring_stages = 4;  // at most: 2, 3, 4, 6 or 8
   int ctas_per_sm = 3;
-  // From how many tiles on a product of one token gives a warp a tile of its own (mma_one.cuh).
-  int one_token_tiles_per_sm = 8;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_dependent_launch = false;

@@ -3,7 +3,6 @@
 
 #include "backend/cuda/gemv.cuh"
 #include "backend/cuda/matmul.h"
-#include "backend/cuda/mma_one.cuh"
 #include "backend/cuda/mma_small.cuh"
 #include "backend/cuda/mma_tile.cuh"
 #include "backend/cuda/plain_matmul.cuh"
@@ -40,7 +39,6 @@ void set_slices(int64_t cols, MatmulArgs *args) {
   const SlicePlan plan = slice_plan(cols);
   args->num_units = plan.num_units;
   args->num_slices = plan.num_slices;
-  args->chunks_per_slice = plan.chunks_per_slice;
 }
 
 // ---- launchers ----
@@ -85,49 +83,6 @@ unsigned resident_grid(const Device &device, int num_groups, int registers, int 
   throw Error(Status::kUnimplemented,
               "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
                   " columns is wider than the matrix kernels can take; use the CPU backend");
-}
-
-auto one_kernel(TypeSet set) {
-  return set == TypeSet::kQ8_0 ? mma_one_kernel<TypeSet::kQ8_0> : mma_one_kernel<TypeSet::kQ4KQ6K>;
-}
-
-bool all_in(TypeSet set, const MatmulArgs &args) {
-  for (int i = 0; i < args.num_segments; ++i) {
-    if (!contains(set, args.segments[i].type)) return false;
-  }
-  return true;
-}
-
-int total_tiles(const MatmulArgs &args) {
-  int tiles = 0;
-  for (int i = 0; i < args.num_segments; ++i) tiles += args.segments[i].num_tiles;
-  return tiles;
-}
-
-// So many tiles that a warp for each keeps the device busy, and types that there is a kernel for.
-bool takes_warp_per_tile(const Device &device, const MatmulArgs &args) {
-  return total_tiles(args) >= device.num_sms * device.one_token_tiles_per_sm &&
-         (all_in(TypeSet::kQ4KQ6K, args) || all_in(TypeSet::kQ8_0, args));
-}
-
-void launch_mma_one(const Launch &launch, MatmulArgs args) {
-  const Device &device = *launch.device;
-  const int tiles = group_tiles(args.epilogue);
-  args.stage_bytes = largest_chunk(args);
-  args.token_pad = 1;
-  const int warps = tiles;
-  const auto shared_with = [&](int stages) {
-    return warps * stages * args.stage_bytes + staged_acts_bytes(args.num_units, 1) +
-           kOneZeroBytes + mma_one_partials_bytes(tiles);
-  };
-  args.num_stages = ring_depth(device, share_of(device, device.ctas_per_sm), shared_with);
-  if (args.num_stages == 0) refuse_columns(args);
-  const int shared = shared_with(args.num_stages), threads = warps * kWarp;
-  const TypeSet set = all_in(TypeSet::kQ8_0, args) ? TypeSet::kQ8_0 : TypeSet::kQ4KQ6K;
-  const unsigned grid = resident_grid(
-      device, args.num_groups, device.mma_one_registers[static_cast<int>(set)], threads, shared);
-  launch_kernel(launch, "mma_one", one_kernel(set), dim3(grid), static_cast<unsigned>(threads),
-                static_cast<size_t>(shared), args);
 }
 
 using SmallKernel = void (*)(MatmulArgs);
@@ -208,11 +163,7 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, in
       launch_gemv(launch, args);
     } else if (left <= 8) {
       args.num_tokens = left;
-      if (left == 1 && takes_warp_per_tile(*launch.device, args)) {
-        launch_mma_one(launch, args);
-      } else {
-        launch_mma_small(launch, args);
-      }
+      launch_mma_small(launch, args);
     } else {
       args.num_tokens = std::min(left, kMaxTileTokens);
       if (product != nullptr &&
@@ -270,8 +221,7 @@ SlicePlan slice_plan(int64_t cols) {
   SlicePlan plan = {};
   plan.num_units = static_cast<int>((cols + kUnitCols - 1) / kUnitCols);
   plan.num_chunks = (plan.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
-  plan.chunks_per_slice = (plan.num_chunks + kMaxSlices - 1) / kMaxSlices;
-  plan.num_slices = (plan.num_chunks + plan.chunks_per_slice - 1) / plan.chunks_per_slice;
+  plan.num_slices = num_slices_of(plan.num_chunks);
   return plan;
 }
 
@@ -297,11 +247,6 @@ void prepare_matmul(Device *device) {
     check(cudaFuncGetAttributes(&attributes, kernel), "ask for a kernel's registers");
     return attributes.numRegs;
   };
-  for (const TypeSet set : {TypeSet::kQ4KQ6K, TypeSet::kQ8_0}) {
-    const void *kernel = reinterpret_cast<const void *>(one_kernel(set));
-    opt_in(kernel);
-    device->mma_one_registers[static_cast<int>(set)] = registers(kernel);
-  }
   for (const int is_double : {0, 1}) {
     for (const int is_one : {0, 1}) {
       const void *kernel =

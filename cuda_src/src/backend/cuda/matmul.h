@@ -29,9 +29,9 @@ struct FusedMatrix {
   int64_t cols() const { return parts.front().cols; }
 };
 
-// How K is cut (matmul_args.cuh): the slice is the shortest that leaves at most 8 of them.
+// How K is cut (matmul_args.cuh).
 struct SlicePlan {
-  int num_units, num_chunks, chunks_per_slice, num_slices;
+  int num_units, num_chunks, num_slices;
 };
 SlicePlan slice_plan(int64_t cols);
 

@@ -3,10 +3,13 @@
 //
 // y[token, row] = sum over k of W[row, k] * x[token, k], with W in tiles (planes.cuh) and x
 // quantised (act_quant.cuh). The canonical order of additions, the same in every kernel: K is cut
-// into slices of `chunks_per_slice` chunks of 256, a constant of K; inside a slice the blocks of 32
-// (16 for q6_k) ascend in one chain,
-//     acc = fma(dw, rn(dot * d), acc), then acc = fma(shift, s, acc) where the type has a minimum,
-// and y = ((p0 + p1) + p2) + ... over the slices. So a row's bytes do not depend on the kernel, the
+// into slices of whole chunks of 256 columns, by K alone (slice_first_chunk). Inside a slice there
+// are four chains; chain c takes unit c (64 columns: blocks 2c and 2c + 1) of every chunk of the
+// slice, ascending. For each block of 32 (each of its halves for q6_k)
+//     acc_c = fma(dw, rn(dot * d), acc_c), then acc_c = fma(shift, s, acc_c) where there is a
+//     minimum.
+// A slice's sum is p = (acc_0 + acc_1) + (acc_2 + acc_3), chains without blocks being 0, and
+// y = ((p_0 + p_1) + p_2) + ... over the slices. So a row's bytes do not depend on the kernel, the
 // batch, or the launch.
 #pragma once
 
@@ -17,6 +20,25 @@ namespace xllm {
 namespace cuda {
 
 constexpr int kMaxSlices = 8;
+constexpr int kNumChains = kUnitsPerChunk;
+
+// How many slices K is cut into: a power of two, the fewest that are no longer than 5 chunks, and
+// at most 8.
+XLLM_HOST_DEVICE int num_slices_of(int num_chunks) {
+  int slices = 1;
+  while (slices < kMaxSlices && slices * 5 < num_chunks) slices *= 2;
+  return slices;
+}
+
+// Where slice s begins; slice s ends where s + 1 begins. Lengths differ by one chunk at most.
+XLLM_HOST_DEVICE int slice_first_chunk(int slice, int num_slices, int num_chunks) {
+  return slice * num_chunks / num_slices;
+}
+
+// A slice's sum from its chains.
+__device__ __forceinline__ float sum_chains(float a0, float a1, float a2, float a3) {
+  return __fadd_rn(__fadd_rn(a0, a1), __fadd_rn(a2, a3));
+}
 
 // The row tiles of one matrix of a fused product.
 struct MatmulSegment {
@@ -50,7 +72,6 @@ struct MatmulArgs {
   int num_segments;
   int num_units;  // of K, 64 columns each
   int num_slices;
-  int chunks_per_slice;
   int num_groups;  // units of work of a CTA: a tile; for kSwiGlu 4 tiles (2 of gate, 2 of up), for
                    // kAddNorm 2
   ActView act;

@@ -74,21 +74,22 @@ __device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scale
 template <int kType, int kUnit, int kGroups, bool kOne>
 __device__ __forceinline__ void mma_unit(const uint8_t *chunk, int lane, const LaneActs &acts,
                                          typename WeightTile<kType>::Scales &scales,
-                                         float (&acc)[kGroups][4]) {
+                                         float (&acc)[kNumChains][kGroups][4]) {
   using Tile = WeightTile<kType>;
   if (!Tile::kKQuant) Tile::load_scales(chunk + kUnit * Tile::kUnitBytes, lane >> 2, &scales);
   uint32_t a[2][4];
   Tile::load_codes(chunk, kUnit, lane, a);
   constexpr int kFirst = Tile::kKQuant ? 2 * kUnit : 0;
-  mma_step<kType, kFirst, kGroups, kOne>(scales, a[0], acts, 2 * kUnit, acc);
-  mma_step<kType, kFirst + 1, kGroups, kOne>(scales, a[1], acts, 2 * kUnit + 1, acc);
+  mma_step<kType, kFirst, kGroups, kOne>(scales, a[0], acts, 2 * kUnit, acc[kUnit]);
+  mma_step<kType, kFirst + 1, kGroups, kOne>(scales, a[1], acts, 2 * kUnit + 1, acc[kUnit]);
 }
 
 // `chunk`: the tile's bytes of this chunk; num_units of it exist (4 but at the ragged end); acts
 // point at its first block.
 template <int kType, int kGroups, bool kOne>
 __device__ __forceinline__ void mma_chunk(const uint8_t *chunk, int num_units, int lane,
-                                          const LaneActs &acts, float (&acc)[kGroups][4]) {
+                                          const LaneActs &acts,
+                                          float (&acc)[kNumChains][kGroups][4]) {
   typename WeightTile<kType>::Scales scales;
   if (WeightTile<kType>::kKQuant) {
     WeightTile<kType>::load_scales(chunk, lane >> 2, &scales);
@@ -108,7 +109,7 @@ __device__ __forceinline__ void mma_chunk(const uint8_t *chunk, int num_units, i
 template <int kGroups, bool kOne>
 __device__ __forceinline__ void mma_chunk_of(int type, const uint8_t *chunk, int num_units,
                                              int lane, const LaneActs &acts,
-                                             float (&acc)[kGroups][4]) {
+                                             float (&acc)[kNumChains][kGroups][4]) {
   switch (type) {
     case kWeightQ4_0:
       return mma_chunk<kWeightQ4_0, kGroups, kOne>(chunk, num_units, lane, acts, acc);

@@ -79,7 +79,7 @@ struct ChunkRing {
 template <int kType, bool kOne>
 __device__ __forceinline__ void mma_slice(const MatmulArgs &args, ChunkRing *ring, int first_chunk,
                                           int end_chunk, int lane, LaneActs acts,
-                                          float (&acc)[1][4]) {
+                                          float (&acc)[kNumChains][1][4]) {
 #pragma unroll 1
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
     wait_for_oldest_stage(ring->num_stages);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void mma_slice(const MatmulArgs &args, ChunkRing *rin
 template <bool kOne>
 __device__ __forceinline__ void mma_slice_of(int type, const MatmulArgs &args, ChunkRing *ring,
                                              int first_chunk, int end_chunk, int lane,
-                                             const LaneActs &acts, float (&acc)[1][4]) {
+                                             const LaneActs &acts, float (&acc)[kNumChains][1][4]) {
   switch (type) {
     case kWeightQ4_K:
       return mma_slice<kWeightQ4_K, kOne>(args, ring, first_chunk, end_chunk, lane, acts, acc);
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kSets * kMaxSlices * kWarp, kSets == 2 ? 1
 
   // The first weights, before the previous kernel is done. Every CTA of this grid is at work when
   // the next kernel's first ones come in beside it, to do the same.
-  const int first_chunk = slice * args.chunks_per_slice;
-  const int end_chunk = min(first_chunk + args.chunks_per_slice, num_chunks);
+  const int first_chunk = slice_first_chunk(slice, args.num_slices, num_chunks);
+  const int end_chunk = slice_first_chunk(slice + 1, args.num_slices, num_chunks);
   ChunkRing ring;
   ring.base = shared + warp * args.num_stages * args.stage_bytes;
   ring.stage = 0;
@@ -176,17 +176,21 @@ __global__ void __launch_bounds__(kSets * kMaxSlices * kWarp, kSets == 2 ? 1
     for (int index = first_index; index < tiles; index += kSets) {
       int s, tile;
       find_tile(args, group, index, &s, &tile);
-      float acc[1][4] = {{0, 0, 0, 0}};
+      float acc[kNumChains][1][4] = {};
       mma_slice_of<kOne>(args.segments[s].type, args, &ring, first_chunk, end_chunk, lane, acts,
                          acc);
+      float sum[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum[i] = sum_chains(acc[0][0][i], acc[1][0][i], acc[2][0][i], acc[3][0][i]);
       float *to = sums + (index * args.num_slices + slice) * kTileRows * pad;
       if (2 * t < pad) {
-        to[g * pad + 2 * t] = acc[0][0];
-        to[(g + 8) * pad + 2 * t] = acc[0][2];
+        to[g * pad + 2 * t] = sum[0];
+        to[(g + 8) * pad + 2 * t] = sum[2];
       }
       if (!kOne && 2 * t + 1 < pad) {
-        to[g * pad + 2 * t + 1] = acc[0][1];
-        to[(g + 8) * pad + 2 * t + 1] = acc[0][3];
+        to[g * pad + 2 * t + 1] = sum[1];
+        to[(g + 8) * pad + 2 * t + 1] = sum[3];
       }
     }
     // Add the slices up in order. The two buffers make one barrier per group enough.

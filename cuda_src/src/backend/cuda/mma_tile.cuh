@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
 
   const bool is_partial = args.epilogue == kPartials;
   const int first_slice = is_partial ? static_cast<int>(blockIdx.y) : 0;
-  const int first_chunk = first_slice * args.chunks_per_slice;
+  const int first_chunk = slice_first_chunk(first_slice, args.num_slices, num_chunks);
   const int end_chunk =
-      is_partial ? min(first_chunk + args.chunks_per_slice, num_chunks) : num_chunks;
+      is_partial ? slice_first_chunk(first_slice + 1, args.num_slices, num_chunks) : num_chunks;
 
   const auto fetch_weights = [&](int chunk, uint8_t *stage) {
     if (chunk >= end_chunk || !has_tile) return;
@@ -100,13 +100,8 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
   acts.scales_group = 8 * 64;
   acts.scales_block = 64;
 
-  float acc[kGroups][4], total[kGroups][4];
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc[n][i] = total[n][i] = 0;
-  }
-  int in_slice = 0;  // chunks of this slice that are done
+  float acc[kNumChains][kGroups][4] = {}, total[kGroups][4] = {};
+  int slice = first_slice;
   int stage = 0;
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
     wait_for_copies<kTileStages - 2>();
@@ -124,17 +119,19 @@ __global__ void __launch_bounds__(kTileWarps *kWarp)
                                    acc);
     }
     if (++stage == kTileStages) stage = 0;
-    if (++in_slice < args.chunks_per_slice && chunk + 1 < end_chunk) continue;
+    if (chunk + 1 < slice_first_chunk(slice + 1, args.num_slices, num_chunks)) continue;
     // End of a slice: into the total, in order. The first one is copied, so that the sum is p0 + p1
     // + ... and not 0 + p0 + ...
-    const bool is_first = chunk < first_chunk + args.chunks_per_slice;
-    in_slice = 0;
+    const bool is_first = slice == first_slice;
+    ++slice;
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        total[n][i] = is_first ? acc[n][i] : __fadd_rn(total[n][i], acc[n][i]);
-        acc[n][i] = 0;
+        const float p = sum_chains(acc[0][n][i], acc[1][n][i], acc[2][n][i], acc[3][n][i]);
+        total[n][i] = is_first ? p : __fadd_rn(total[n][i], p);
+#pragma unroll
+        for (int c = 0; c < kNumChains; ++c) acc[c][n][i] = 0;
       }
     }
   }

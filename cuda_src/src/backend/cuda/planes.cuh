@@ -132,10 +132,14 @@ XLLM_HOST_DEVICE void k_scale_min(const uint8_t *scales, int s, int *scale, int 
   }
 }
 
-// The value of (row, col) of a tile.
-XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_t col,
-                                  float (*half_to_float)(uint16_t)) {
-  const int code = tile_code(type, tile, row, col);
+// What the products multiply with at (row, col): the value is dw * (code - offset) + shift. All of
+// them are exact in f32.
+struct TileFactors {
+  float dw, shift;
+  int offset;
+};
+XLLM_HOST_DEVICE TileFactors tile_factors(int type, const uint8_t *tile, int row, int64_t col,
+                                          float (*half_to_float)(uint16_t)) {
   const int g = row & 7, r8 = row >> 3;
   const uint8_t *chunk = tile + col / kChunkCols * chunk_bytes(type);
   const int in_chunk = static_cast<int>(col % kChunkCols);
@@ -143,26 +147,33 @@ XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_
     const float d = half_to_float(load_u16(chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2));
     const int scale =
         static_cast<int8_t>(chunk[scale_offset(type) + g * 32 + r8 * 16 + in_chunk / 16]);
-    return d * static_cast<float>(scale) * static_cast<float>(code - 32);
+    return {d * static_cast<float>(scale), 0.0f, 32};
   }
   if (type == kWeightQ4_K || type == kWeightQ5_K) {
     const uint8_t *p = chunk + scale_offset(type) + g * 32 + r8 * 16;
     int scale = 0, minimum = 0;
     k_scale_min(p + 4, in_chunk / 32, &scale, &minimum);
-    const float factor = half_to_float(load_u16(p)) * static_cast<float>(scale);
-    return factor * static_cast<float>(code) -
-           half_to_float(load_u16(p + 2)) * static_cast<float>(minimum);
+    return {half_to_float(load_u16(p)) * static_cast<float>(scale),
+            -(half_to_float(load_u16(p + 2)) * static_cast<float>(minimum)), 0};
   }
   const uint8_t *unit =
       chunk + in_chunk / kUnitCols * (chunk_bytes(type) / kUnitsPerChunk) + scale_offset(type);
   const int step = in_chunk % kUnitCols / 32;
   if (type == kWeightQ4_1 || type == kWeightQ5_1) {
     const uint8_t *p = unit + g * 16 + r8 * 8 + step * 4;
-    return half_to_float(load_u16(p)) * static_cast<float>(code) + half_to_float(load_u16(p + 2));
+    return {half_to_float(load_u16(p)), half_to_float(load_u16(p + 2)), 0};
   }
-  const int offset = type == kWeightQ4_0 ? 8 : type == kWeightQ5_0 ? 16 : 0;
-  return half_to_float(load_u16(unit + g * 8 + r8 * 4 + step * 2)) *
-         static_cast<float>(code - offset);
+  return {half_to_float(load_u16(unit + g * 8 + r8 * 4 + step * 2)), 0.0f,
+          type == kWeightQ4_0   ? 8
+          : type == kWeightQ5_0 ? 16
+                                : 0};
+}
+
+// The value of (row, col) of a tile.
+XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_t col,
+                                  float (*half_to_float)(uint16_t)) {
+  const TileFactors f = tile_factors(type, tile, row, col, half_to_float);
+  return f.dw * static_cast<float>(tile_code(type, tile, row, col) - f.offset) + f.shift;
 }
 
 // ---- what a warp of a matrix kernel reads ----

@@ -1,6 +1,9 @@
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "backend/cuda/cuda_check.h"
+#include "backend/cuda/matmul_args.cuh"
 #include "backend/cuda/repack.cuh"
 #include "backend/cuda/repack.h"
 #include "base/checked.h"
@@ -106,6 +109,36 @@ float tile_value_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols
   const uint8_t *tile =
       tiles + static_cast<uint64_t>(row / kTileRows) * tile_bytes(weight_type, num_cols);
   return tile_value(weight_type, tile, static_cast<int>(row % kTileRows), col, half_to_float);
+}
+
+float product_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, int64_t row,
+                      const int8_t *codes, const float *scales, const float *sums) {
+  const uint8_t *tile =
+      tiles + static_cast<uint64_t>(row / kTileRows) * tile_bytes(weight_type, num_cols);
+  const int r = static_cast<int>(row % kTileRows);
+  const int num_chunks = static_cast<int>((num_cols + kChunkCols - 1) / kChunkCols);
+  const int num_slices = num_slices_of(num_chunks);
+  const int step = weight_type == kWeightQ6_K ? 16 : 32;  // columns of a scale
+  float y = 0;
+  for (int slice = 0; slice < num_slices; ++slice) {
+    float acc[kNumChains] = {};
+    const int end = slice_first_chunk(slice + 1, num_slices, num_chunks);
+    for (int chunk = slice_first_chunk(slice, num_slices, num_chunks); chunk < end; ++chunk) {
+      for (int64_t col = int64_t{chunk} * kChunkCols;
+           col < std::min<int64_t>(num_cols, int64_t{chunk + 1} * kChunkCols); col += step) {
+        float &a = acc[col % kChunkCols / kUnitCols];
+        const TileFactors f = tile_factors(weight_type, tile, r, col, half_to_float);
+        int dot = 0;
+        for (int64_t k = col; k < col + step; ++k)
+          dot += (tile_code(weight_type, tile, r, k) - f.offset) * codes[k];
+        a = std::fmaf(f.dw, static_cast<float>(dot) * scales[col / 32], a);
+        if (col % 32 + step == 32) a = std::fmaf(f.shift, sums[col / 32], a);
+      }
+    }
+    const float p = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+    y = slice == 0 ? p : y + p;
+  }
+  return y;
 }
 
 std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &tiles,
