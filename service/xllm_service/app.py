@@ -31,6 +31,7 @@ from xllm_client.v1 import (
 )
 from xllm_service import logs
 from xllm_service.admission import Gate, Phase
+from xllm_service.certificates import CertificateError, CertificateFiles, ReloadingCertificates
 from xllm_service.config import ConfigError, ServeConfig, read_tokens
 from xllm_service.engine import CoreEngine, Model, create_core, open_model
 from xllm_service.errors import Reason, ServiceError
@@ -44,6 +45,7 @@ from xllm_service.servicers.reflection import add_reflection
 from xllm_service.servicers.roster import Loader
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slots import SlotServicer
+from xllm_service.transport import ListenError, add_port, hard_limit, options
 from xllm_service.unix_socket import SocketError, UnixSocket
 
 _log = logs.get_logger("app")
@@ -96,6 +98,7 @@ class Server:
     Attributes:
         endpoints: what is listened on, with the ports that were chosen for port 0.
         metrics_port: where metrics are scraped; 0: nowhere.
+        health_port: where health checks alone are answered; 0: nowhere.
         health: what health checks are told.
     """
 
@@ -103,6 +106,7 @@ class Server:
         self.config = config
         self.endpoints: list[Endpoint] = []
         self.metrics_port = 0
+        self.health_port = 0
         self.gate = Gate(config.max_concurrent_calls)
         self.metrics = Metrics()
         self.served = Served(config, self.gate, self.metrics, loader)
@@ -121,6 +125,8 @@ class Server:
             admins = read_tokens(self.config.admin_token_file) if self.config.admin_token_file is not None else ()
             credentials = self._credentials()
             interceptor = CallInterceptor(self.gate, self.metrics, tokens, admins)
+            if self.config.health is not None:
+                await self._start_health(self.config.health)
             local = [address for address in self.config.listen if address.is_loopback]
             exposed = [address for address in self.config.listen if not address.is_loopback]
             for addresses, default in ((local, True), (exposed, False)):
@@ -129,8 +135,8 @@ class Server:
                     await self._start_server(addresses, interceptor, credentials, reflection)
             if self.config.metrics is not None:
                 self.metrics.watch_engines(self.served.roster.stats)
-                self.metrics_port, self._stop_metrics = self.metrics.serve(self.config.metrics)
-        except (ConfigError, SocketError, OSError) as error:
+                self.metrics_port, self._stop_metrics = self._serve_metrics(self.config.metrics)
+        except (ConfigError, CertificateError, ListenError, SocketError, OSError) as error:
             await self.stop()
             raise StartError(str(error)) from None
         except BaseException:
@@ -181,8 +187,8 @@ class Server:
     ) -> None:
         server = grpc.aio.server(
             interceptors=[interceptor],
-            options=_options(self.config),
-            maximum_concurrent_rpcs=_hard_limit(self.config),
+            options=options(self.config),
+            maximum_concurrent_rpcs=hard_limit(self.config),
         )
         self._servers.append(server)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.served), server)
@@ -196,57 +202,42 @@ class Server:
             self._listen(server, address, credentials)
         await server.start()
 
+    async def _start_health(self, address: Endpoint) -> None:
+        """Answer health checks alone on a plain port, for probes that know neither TLS nor a token."""
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor(self.gate, self.metrics)],
+            options=options(self.config),
+            maximum_concurrent_rpcs=hard_limit(self.config),
+        )
+        self._servers.append(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        self.health_port = add_port(server, address, None, "--health")
+        await server.start()
+        _log.info("health checks on %s", Endpoint(host=address.host, port=self.health_port))
+
     def _listen(self, server: grpc.aio.Server, address: Endpoint, credentials: grpc.ServerCredentials | None) -> None:
         if address.path is not None:
             held = UnixSocket(address.path)
             self._sockets.append(held)
-            held.bind(lambda: _add_port(server, address, None))
+            held.bind(lambda: add_port(server, address, None))
             self.endpoints.append(address)
         else:
-            port = _add_port(server, address, credentials)
+            port = add_port(server, address, credentials)
             self.endpoints.append(Endpoint(host=address.host, port=port))
         _log.info("listening on %s", self.endpoints[-1])
+
+    def _serve_metrics(self, address: Endpoint) -> tuple[int, Callable[[], None]]:
+        try:
+            return self.metrics.serve(address)
+        except OSError as error:
+            raise ListenError(f"--metrics {address}: cannot listen there ({error.strerror}); is it in use?") from None
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         config = self.config
         if config.tls_cert is None or config.tls_key is None:
             return None
-        authority = config.tls_client_ca.read_bytes() if config.tls_client_ca is not None else None
-        return grpc.ssl_server_credentials(
-            [(config.tls_key.read_bytes(), config.tls_cert.read_bytes())],
-            root_certificates=authority,
-            require_client_auth=authority is not None,
-        )
-
-
-def _add_port(server: grpc.aio.Server, address: Endpoint, credentials: grpc.ServerCredentials | None) -> int:
-    try:
-        if credentials is None:
-            return server.add_insecure_port(str(address))
-        return server.add_secure_port(str(address), credentials)
-    except RuntimeError as error:
-        raise StartError(f"--listen {address}: cannot listen there ({error}); is it in use?") from None
-
-
-def _hard_limit(config: ServeConfig) -> int:
-    """What bounds the calls that even get as far as our own limit, which answers with a reason."""
-    return 2 * config.max_concurrent_calls + 64
-
-
-def _options(config: ServeConfig) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", _hard_limit(config)),
-        ("grpc.max_metadata_size", 16 * 1024),
-        ("grpc.so_reuseport", 0),  # else a second server shares the port, and each gets half of the calls
-        # A long prefill sends nothing for minutes: clients may ping every 10 s, also between calls.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # And we find out about clients whose machine has gone.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-    ]
+        files = CertificateFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
+        return ReloadingCertificates(files).credentials()
 
 
 @contextlib.asynccontextmanager

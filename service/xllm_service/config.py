@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xllm_client.endpoint import Endpoint, default_endpoint
+from xllm_service import setting_values as values
 
 DECODE_MODES = ("auto", "batched", "per-slot")
 BACKENDS = ("auto", "cpu", "cuda")
@@ -22,7 +23,6 @@ KV_TYPES = ("f16", "int8", "int4")
 REFLECTION = ("auto", "on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-BLOCK_SIZES = (16, 32, 64, 128)
 
 # Limits that the engine has by construction; GetServerInfo reports them beside the settings.
 MAX_STOP_STRINGS = 16
@@ -33,117 +33,10 @@ MAX_TOP_LOGPROBS = 20
 MAX_OUTPUTS = 1
 
 _ENV_PREFIX = "XLLM_"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names it and says what to write instead."""
-
-
-# ---------------------------------------------------------------- values
-
-
-def _integer(low: int, high: int) -> Callable[[object], int]:
-    def parse(value: object) -> int:
-        try:
-            number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value), 10)
-        except ValueError:
-            raise ValueError(f"expected a whole number from {low} to {high}, found {value!r}") from None
-        if not low <= number <= high:
-            raise ValueError(f"expected a whole number from {low} to {high}, found {number}")
-        return number
-
-    return parse
-
-
-def _seconds(low: float, high: float) -> Callable[[object], float]:
-    def parse(value: object) -> float:
-        try:
-            number = float(str(value))
-        except ValueError:
-            raise ValueError(f"expected seconds from {low:g} to {high:g}, found {value!r}") from None
-        if not low <= number <= high:
-            raise ValueError(f"expected seconds from {low:g} to {high:g}, found {value!r}")
-        return number
-
-    return parse
-
-
-def _choice(*options: str) -> Callable[[object], str]:
-    def parse(value: object) -> str:
-        if value not in options:
-            raise ValueError(f"expected one of {', '.join(options)}, found {value!r}")
-        return str(value)
-
-    return parse
-
-
-def parse_size(value: object) -> int:
-    """Return a number of bytes written as 1500000, 1.5GB or 2GiB. Raises ValueError."""
-    match = _SIZE.fullmatch(str(value).strip())
-    if match is None or isinstance(value, bool):
-        raise ValueError(f"expected bytes, such as 2GiB or 1500000000, found {value!r}")
-    size = (
-        float(match[1]) * _UNITS[(match[2] or "").lower()]
-        if "." in match[1]
-        else int(match[1]) * _UNITS[(match[2] or "").lower()]
-    )
-    if size >= 2**63:
-        raise ValueError(f"expected fewer than 2^63 bytes, found {value!r}")
-    return int(size)
-
-
-def _size_or_auto(value: object) -> int:
-    return 0 if value == "auto" else parse_size(value)
-
-
-def _block_size(value: object) -> int:
-    number = _integer(1, 1 << 20)(value)
-    if number not in BLOCK_SIZES:
-        raise ValueError(f"expected one of {', '.join(map(str, BLOCK_SIZES))}, found {number}")
-    return number
-
-
-def _boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    try:
-        return known[str(value).lower()]
-    except KeyError:
-        raise ValueError(f"expected true or false, found {value!r}") from None
-
-
-def _tcp(value: object) -> Endpoint:
-    endpoint = Endpoint.parse(str(value))
-    if endpoint.is_unix:
-        raise ValueError(f"expected HOST:PORT or [IPV6]:PORT, found {value!r}")
-    return endpoint
-
-
-def _endpoints(value: object) -> tuple[Endpoint, ...]:
-    texts = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    return tuple(text if isinstance(text, Endpoint) else Endpoint.parse(str(text).strip()) for text in texts)
-
-
-def _path(value: object) -> Path:
-    if not str(value):
-        raise ValueError("expected a path, found nothing")
-    return Path(str(value)).expanduser()
-
-
-def _model_name(value: object) -> str:
-    if not _NAME.fullmatch(str(value)):
-        raise ValueError(f"expected at most 64 of A-Z a-z 0-9 . _ -, found {value!r}")
-    return str(value)
-
-
-def _text(value: object) -> str:
-    if not str(value):
-        raise ValueError("expected a name, found nothing")
-    return str(value)
 
 
 # ---------------------------------------------------------------- settings
@@ -210,7 +103,7 @@ class ServeConfig:
     listen: tuple[Endpoint, ...] = _setting(
         (),
         "ADDRESS",
-        _endpoints,
+        values.endpoints,
         "Where to listen: unix:PATH, HOST:PORT or [IPV6]:PORT; may be repeated. Default: one unix socket in the user's "
         "runtime directory, where clients look by themselves.",
         is_multiple=True,
@@ -218,82 +111,161 @@ class ServeConfig:
     allow_plaintext: bool = _setting(
         False,
         "",
-        _boolean,
+        values.boolean,
         "Allow listening without TLS on an address that other machines can reach. Default: that is refused.",
     )
     tls_cert: Path | None = _setting(
-        None, "FILE", _path, "The server's certificate chain, PEM. With --tls-key: TLS on every TCP address."
+        None,
+        "FILE",
+        values.path,
+        "The server's certificate chain, PEM. With --tls-key: TLS on every TCP address. The three TLS files are read "
+        "again when they change, for connections made from then on.",
     )
-    tls_key: Path | None = _setting(None, "FILE", _path, "The private key of --tls-cert, PEM.")
+    tls_key: Path | None = _setting(None, "FILE", values.path, "The private key of --tls-cert, PEM.")
     tls_client_ca: Path | None = _setting(
-        None, "FILE", _path, "Take only clients whose certificate this CA signed (mTLS), on every TCP address."
+        None, "FILE", values.path, "Take only clients whose certificate this CA signed (mTLS), on every TCP address."
     )
     token_file: Path | None = _setting(
         None,
         "FILE",
-        _path,
+        values.path,
         "Take only calls that carry one of the bearer tokens in this file, one a line, at least 16 characters each; "
         "on every address and method, health and reflection included.",
     )
     admin_token_file: Path | None = _setting(
         None,
         "FILE",
-        _path,
+        values.path,
         "Bearer tokens as in --token-file, and let only their callers make and end engines and drain the server. "
         "Default: whoever is let in may.",
     )
     reflection: str = _setting(
         "auto",
         "auto|on|off",
-        _choice(*REFLECTION),
+        values.choice(*REFLECTION),
         "Let clients list the services. Default: auto, on unix sockets and loopback only.",
     )
     metrics: Endpoint | None = _setting(
-        None, "HOST:PORT", _tcp, "Serve Prometheus metrics over plain HTTP here. Default: none are served."
+        None, "HOST:PORT", values.tcp, "Serve Prometheus metrics over plain HTTP here. Default: none are served."
+    )
+    allow_remote_metrics: bool = _setting(
+        False,
+        "",
+        values.boolean,
+        "Allow --metrics on an address that other machines can reach: they are plain HTTP and ask for no token. "
+        "Default: that is refused.",
+    )
+    health: Endpoint | None = _setting(
+        None,
+        "HOST:PORT",
+        values.tcp,
+        "Answer health checks, and nothing else, here: without TLS and without a token, as probes ask that know "
+        "neither. Default: only where everything else is answered.",
     )
     max_message_bytes: int = _setting(
         16 * 2**20,
         "BYTES",
-        parse_size,
+        values.parse_size,
         "Largest message taken. Default: 16MiB. A larger one is RESOURCE_EXHAUSTED before it is read.",
+    )
+    max_metadata_bytes: int = _setting(
+        16 * 2**10,
+        "BYTES",
+        values.parse_size,
+        "Largest metadata taken with one call. Default: 16KiB. A call with more is RESOURCE_EXHAUSTED.",
     )
     max_concurrent_calls: int = _setting(
         1024,
         "N",
-        _integer(1, 65536),
+        values.integer(1, 65536),
         "Calls that may be open at once, health checks aside. Default: 1024. More are RESOURCE_EXHAUSTED "
         "(TOO_MANY_CALLS).",
+    )
+    max_calls_per_connection: int = _setting(
+        0,
+        "N",
+        values.integer(0, 65536),
+        "Calls that one connection may have open; a client's further ones wait on its side. Default: 0, as many as the "
+        "server takes in all.",
+    )
+    max_connections: int = _setting(
+        1024,
+        "N",
+        values.integer(1, 65536),
+        "Connections that each address may have open. Default: 1024. A further one is closed at once.",
+    )
+    handshake_timeout: float = _setting(
+        20.0,
+        "SECONDS",
+        values.seconds(0.1, 3600),
+        "How long a new connection may take to say its first words, TLS included. Default: 20. Then it is closed.",
+    )
+    max_connection_idle: float = _setting(
+        0.0,
+        "SECONDS",
+        values.seconds(0, 31_536_000),
+        "Close a connection that has had no call for this long; its client makes a new one when it needs it. Default: "
+        "0, never.",
+    )
+    max_connection_age: float = _setting(
+        0.0,
+        "SECONDS",
+        values.seconds(0, 31_536_000),
+        "Ask a connection to end after this long, a little more or less; calls on it finish, new ones take a new "
+        "connection, and with it a reloaded certificate or another server behind a balancer. Default: 0, never.",
+    )
+    keepalive_time: float = _setting(
+        30.0,
+        "SECONDS",
+        values.seconds(1, 86400),
+        "Ping a connection that has been quiet this long, to find out about machines that have gone. Default: 30.",
+    )
+    keepalive_timeout: float = _setting(
+        10.0,
+        "SECONDS",
+        values.seconds(1, 3600),
+        "Close a connection whose ping is not answered for this long; its calls end as cancelled. Default: 10.",
+    )
+    min_ping_interval: float = _setting(
+        10.0,
+        "SECONDS",
+        values.seconds(0, 3600),
+        "How often clients may ping, also between calls, as during a long prefill. Default: 10. One that pings more is "
+        "told to go away.",
     )
     stall_allowance: float = _setting(
         30.0,
         "SECONDS",
-        _seconds(0.1, 86400),
+        values.seconds(0.1, 86400),
         "How long a client may not read while output waits for it. Default: 30. Then its call ends with "
         "RESOURCE_EXHAUSTED (CLIENT_STALLED).",
     )
     drain_grace: float = _setting(
         30.0,
         "SECONDS",
-        _seconds(0, 86400),
+        values.seconds(0, 86400),
         "How long running calls may go on after SIGTERM or SIGINT. Default: 30. 0 ends them at once; a second signal "
         "does too.",
     )
 
     # ---- model ----
     name: str = _setting(
-        "", "NAME", _model_name, "The name that calls use for the model. Default: the file's name without its ending."
+        "",
+        "NAME",
+        values.model_name,
+        "The name that calls use for the model. Default: the file's name without its ending.",
     )
     model_dir: Path | None = _setting(
         None,
         "FOLDER",
-        _path,
+        values.path,
         "CreateEngine may load the files below this folder, by their path in it. Default: none, only models that have "
         "a name.",
     )
     pretokenizer: str | None = _setting(
         None,
         "NAME",
-        _text,
+        values.text,
         "Stands in for the file's tokenizer.ggml.pre, which decides how text is split. Default: the file decides.",
     )
 
@@ -301,61 +273,70 @@ class ServeConfig:
     decode_mode: str = _setting(
         "batched",
         "auto|batched|per-slot",
-        _choice(*DECODE_MODES),
+        values.choice(*DECODE_MODES),
         "Which way to decode: batched (raw quantised weights, the fast one), per-slot (fp32, the accuracy reference), "
         "or auto (each loads on first use). Default: batched.",
     )
     backend: str = _setting(
-        "auto", "auto|cpu|cuda", _choice(*BACKENDS), "The device. Default: auto, a GPU where there is a usable one."
+        "auto",
+        "auto|cpu|cuda",
+        values.choice(*BACKENDS),
+        "The device. Default: auto, a GPU where there is a usable one.",
     )
-    device: int = _setting(0, "N", _integer(0, 1023), "Which GPU, counted from 0. Default: 0.")
+    device: int = _setting(0, "N", values.integer(0, 1023), "Which GPU, counted from 0. Default: 0.")
     max_slots: int = _setting(
-        8, "N", _integer(1, 1024), "Requests that decode at once; more wait in the queue. Default: 8."
+        8, "N", values.integer(1, 1024), "Requests that decode at once; more wait in the queue. Default: 8."
     )
     max_queue: int = _setting(
         256,
         "N",
-        _integer(0, 1_000_000),
+        values.integer(0, 1_000_000),
         "Requests that may wait for a slot. Default: 256. More are RESOURCE_EXHAUSTED (QUEUE_FULL).",
     )
     max_seq_len: int = _setting(
         0,
         "N",
-        _integer(0, 2**31 - 1),
+        values.integer(0, 2**31 - 1),
         "Longest sequence in tokens, prompt and answer together. Default: 0, the model's context length.",
     )
     allow_long_context: bool = _setting(
-        False, "", _boolean, "Let --max-seq-len exceed the model's context length. Default: that is refused."
+        False, "", values.boolean, "Let --max-seq-len exceed the model's context length. Default: that is refused."
     )
-    kv_type: str = _setting("f16", "f16|int8|int4", _choice(*KV_TYPES), "How keys and values are stored. Default: f16.")
+    kv_type: str = _setting(
+        "f16", "f16|int8|int4", values.choice(*KV_TYPES), "How keys and values are stored. Default: f16."
+    )
     kv_memory: int = _setting(
         0,
         "BYTES|auto",
-        _size_or_auto,
+        values.size_or_auto,
         "Size of the KV pool. Default: auto, what the device has left, or a quarter of the memory the process is "
         "granted on a CPU; untouched until used.",
     )
     memory_limit: int = _setting(
-        0, "BYTES", parse_size, "Most memory the engine may take on its device. Default: 0, no limit."
+        0, "BYTES", values.parse_size, "Most memory the engine may take on its device. Default: 0, no limit."
     )
-    block_size: int = _setting(64, "N", _block_size, "Token positions per KV block: 16, 32, 64 or 128. Default: 64.")
-    prefill_chunk: int = _setting(512, "N", _integer(1, 8192), "Most prompt tokens computed in one step. Default: 512.")
+    block_size: int = _setting(
+        64, "N", values.block_size, "Token positions per KV block: 16, 32, 64 or 128. Default: 64."
+    )
+    prefill_chunk: int = _setting(
+        512, "N", values.integer(1, 8192), "Most prompt tokens computed in one step. Default: 512."
+    )
     threads: int = _setting(
         0,
         "N",
-        _integer(0, 4096),
+        values.integer(0, 4096),
         "Threads of a CPU engine. Default: 0, the least of affinity, cgroup quota and physical cores.",
     )
     instruction_set: str | None = _setting(
         None,
         "NAME",
-        _choice("scalar", "avx2", "avx512", "neon"),
+        values.choice("scalar", "avx2", "avx512", "neon"),
         "Which CPU kernels: scalar, avx2, avx512 or neon. Default: the best there is. The bytes are the same.",
     )
     stuck_after: float = _setting(
         30.0,
         "SECONDS",
-        _seconds(1, 3600),
+        values.seconds(1, 3600),
         "When the step loop shows no sign of life for this long, health says NOT_SERVING and calls end with "
         "UNAVAILABLE. Default: 30; longer than any one step.",
     )
@@ -364,33 +345,35 @@ class ServeConfig:
     default_max_tokens: int = _setting(
         0,
         "N",
-        _integer(0, 2**31 - 1),
+        values.integer(0, 2**31 - 1),
         "Tokens a request may generate when it does not say. Default: 0, what the context leaves.",
     )
     default_queue_time: float = _setting(
         0.0,
         "SECONDS",
-        _seconds(0, 86400),
+        values.seconds(0, 86400),
         "How long a request may wait for a slot when it does not say. Default: 0, no limit. Then it is "
         "RESOURCE_EXHAUSTED (QUEUE_TIMEOUT).",
     )
     max_chat_messages: int = _setting(
-        4096, "N", _integer(1, 1_000_000), "Most messages of one conversation. Default: 4096."
+        4096, "N", values.integer(1, 1_000_000), "Most messages of one conversation. Default: 4096."
     )
 
     max_lease: float = _setting(
         3600.0,
         "SECONDS",
-        _seconds(1, 86400),
+        values.seconds(1, 86400),
         "Longest lease of a slot. Default: 3600. A longer one is INVALID_ARGUMENT.",
     )
 
     # ---- log ----
-    log_level: str = _setting("info", "LEVEL", _choice(*LOG_LEVELS), "debug, info, warning or error. Default: info.")
+    log_level: str = _setting(
+        "info", "LEVEL", values.choice(*LOG_LEVELS), "debug, info, warning or error. Default: info."
+    )
     log_format: str = _setting(
         "text",
         "text|json",
-        _choice(*LOG_FORMATS),
+        values.choice(*LOG_FORMATS),
         "Lines for people, or one JSON object a line. Default: text. No line holds a prompt, an answer or a secret.",
     )
 
@@ -456,14 +439,14 @@ def load_config(
     Raises:
         ConfigError: a value out of range, an unknown setting in the file, or settings that contradict each other.
     """
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     sources: dict[str, str] = {}
     by_name = {setting.name: setting for setting in SETTINGS}
     for name, value in (_read_toml(config_file) if config_file is not None else {}).items():
         setting = by_name.get(name.replace("_", "-"))
         if setting is None:
             raise ConfigError(f"{config_file}: {name} is no setting; known are {', '.join(sorted(by_name))}")
-        values[setting.field] = _parse(setting, value, f"{config_file}: {name}")
+        found[setting.field] = _parse(setting, value, f"{config_file}: {name}")
         sources[setting.field] = str(config_file)
     by_env = {setting.env: setting for setting in SETTINGS}
     ignored = []
@@ -473,7 +456,7 @@ def load_config(
         if name not in by_env:
             ignored.append(name)
             continue
-        values[by_env[name].field] = _parse(by_env[name], text, name)
+        found[by_env[name].field] = _parse(by_env[name], text, name)
         sources[by_env[name].field] = name
     by_field = {setting.field: setting for setting in SETTINGS}
     for name, value in (flags or {}).items():
@@ -482,11 +465,11 @@ def load_config(
             raise ConfigError(f"{name} is no setting")
         if value is None or value == [] or value == () or (setting.is_switch and value is False):
             continue
-        values[name] = _parse(setting, value, setting.flag)
+        found[name] = _parse(setting, value, setting.flag)
         sources[name] = setting.flag
-    if not values.get("listen"):
-        values["listen"] = (default_endpoint(),)
-    config = ServeConfig(Path(model), **values, sources=sources, ignored=tuple(ignored))
+    if not found.get("listen"):
+        found["listen"] = (default_endpoint(),)
+    config = ServeConfig(Path(model), **found, sources=sources, ignored=tuple(ignored))
     _check_addresses(config)
     _check_security(config)
     _check_model_dir(config)
@@ -511,7 +494,7 @@ def _parse(setting: Setting, value: object, spelling: str) -> Any:
 
 def _check_addresses(config: ServeConfig) -> None:
     seen: list[str] = []
-    fixed = [a for a in (*config.listen, config.metrics) if a is not None and (a.is_unix or a.port != 0)]
+    fixed = [a for a in (*config.listen, config.metrics, config.health) if a is not None and (a.is_unix or a.port != 0)]
     for address in map(str, fixed):
         if address in seen:
             raise ConfigError(f"{address} is given twice; give each address once")
@@ -535,6 +518,13 @@ def _check_security(config: ServeConfig) -> None:
     if config.allow_plaintext and (config.has_tls or not exposed):
         reason = "TLS is on" if config.has_tls else "no address that other machines can reach is listened on"
         raise ConfigError(f"--allow-plaintext has no effect: {reason}; leave it out")
+    if config.metrics is not None and not config.metrics.is_loopback and not config.allow_remote_metrics:
+        raise ConfigError(
+            f"--metrics {config.metrics}: other machines can reach it, and metrics are plain HTTP without a token; say "
+            "--allow-remote-metrics, or give a loopback address"
+        )
+    if config.allow_remote_metrics and (config.metrics is None or config.metrics.is_loopback):
+        raise ConfigError("--allow-remote-metrics has no effect: no --metrics address that other machines can reach")
     for name in ("tls_cert", "tls_key", "tls_client_ca", "token_file", "admin_token_file"):
         path = getattr(config, name)
         if path is not None and not path.is_file():

@@ -660,6 +660,10 @@ class AsyncEngine:
         self._step_times: deque[float] = deque(maxlen=_NUM_STEP_SAMPLES)
         self._num_steps_seen = 0
         self._is_closed = False
+        # Told seconds from a cancel to its slot and blocks being free, and how many requests one wake-up had tokens of.
+        self.on_freed: Callable[[float], object] = lambda _: None
+        self.on_batch: Callable[[int], object] = lambda _: None
+        self._cancelled_at: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
         self._loop.add_reader(self._fd, self._dispatch)
@@ -903,6 +907,7 @@ class AsyncEngine:
                 if not self._is_closed:
                     with contextlib.suppress(XllmError):
                         self._core.cancel(request_id)
+                        self._cancelled_at[request_id] = time.monotonic()
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -940,7 +945,11 @@ class AsyncEngine:
             self._loop.remove_reader(self._fd)
             self._fail_all(to_service_error(error))
             return
+        if num_decoding := len({event.request_id for event in events if isinstance(event, TokenEvent)}):
+            self.on_batch(num_decoding)
         for event in events:
+            if isinstance(event, FinishedEvent) and (cancelled := self._cancelled_at.pop(event.request_id, None)):
+                self.on_freed(time.monotonic() - cancelled)
             if isinstance(event, AcceptedEvent):
                 self.loaded_modes.add(event.decode_mode)
             stream = self._streams.get(event.request_id)

@@ -149,6 +149,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return reply
         except ServiceError as error:
             code = error.code.name
+            self._metrics.failures.labels(error.reason.value).inc()
             _log_failure(method, error)
             await _abort(context, error)
         except NotImplementedError:

@@ -43,9 +43,28 @@ class Metrics:
             "xllm_time_to_first_token_seconds", "From a call's arrival to its first token."
         )
         self.inter_token_latency = self._histogram(
-            "xllm_inter_token_latency_seconds", "Mean gap between two tokens of one generation."
+            "xllm_inter_token_latency_seconds", "Gap between two deltas of one stream, as the event loop saw them."
+        )
+        self.time_per_output_token = self._histogram(
+            "xllm_time_per_output_token_seconds", "Mean time between two tokens of one generation, once it has ended."
         )
         self.queue_time = self._histogram("xllm_queue_seconds", "From a call's arrival to its place in the batch.")
+        self.cancel_to_free = self._histogram(
+            "xllm_cancel_to_free_seconds",
+            "From the end of a call that was cut short to its slot and blocks being free.",
+        )
+        self.batch_size = Histogram(
+            "xllm_batch_size_requests",
+            "Requests that got tokens, one sample for each wake-up of the event loop: each step, while it keeps up.",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+            registry=self.registry,
+        )
+        self.failures = Counter(
+            "xllm_failures",
+            "Calls that ended with a reason of ours, by ErrorInfo.reason.",
+            ["reason"],
+            registry=self.registry,
+        )
         self.coalesced = Histogram(
             "xllm_delta_tokens",
             "Tokens that one message of a stream carries.",

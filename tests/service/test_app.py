@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import stat
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tests.service.conftest import Serve, eventually
 from tests.service.fake_engine import FakeEngine, FakeModel
+from tests.service.tls import make_ca, make_certificate
 from xllm_client import NO_RETRY, AsyncClient, Tls, UnavailableError
 from xllm_client.v1 import model_service_pb2
 from xllm_service import app
@@ -23,6 +23,7 @@ from xllm_service.config import ServeConfig, load_config
 from xllm_service.engine import Model
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.servicers.roster import Loader
+from xllm_service.transport import options
 
 
 @pytest.fixture
@@ -190,9 +191,9 @@ async def test_starting_and_stopping_leaks_no_descriptor_and_no_task(serve: Serv
 
 
 async def test_pings_from_ten_seconds_on_are_allowed(config: ServeConfig) -> None:
-    options = dict(app._options(config))
-    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
-    assert options["grpc.keepalive_permit_without_calls"] == 1
+    arguments = dict(options(config))
+    assert arguments["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
+    assert arguments["grpc.keepalive_permit_without_calls"] == 1
 
 
 # ---- TLS ----
@@ -200,19 +201,10 @@ async def test_pings_from_ten_seconds_on_are_allowed(config: ServeConfig) -> Non
 
 def certificates(folder: Path) -> Path:
     """Make a CA, a server's certificate for localhost and two clients', one of them by another CA."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
     for ca in ("ca", "other"):
-        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}")  # fmt: skip
-    (folder / "san").write_text("subjectAltName=DNS:localhost\n")
+        make_ca(folder, ca)
     for name, ca in (("server", "ca"), ("friend", "ca"), ("stranger", "other")):
-        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", f"{name}.key",
-                "-out", f"{name}.csr", "-subj", f"/CN={name}")  # fmt: skip
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial",
-                "-out", f"{name}.pem", "-days", "2", "-extfile", "san")  # fmt: skip
+        make_certificate(folder, name, ca)
     return folder
 
 

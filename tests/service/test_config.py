@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from xllm_client import default_endpoint
-from xllm_service.config import SETTINGS, ConfigError, load_config, parse_size, read_tokens
+from xllm_service.config import SETTINGS, ConfigError, load_config, read_tokens
+from xllm_service.setting_values import parse_size
 
 
 def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path) -> None:
@@ -54,6 +55,12 @@ def test_names_that_are_no_setting_are_told_not_obeyed() -> None:
         ({"drain_grace": "nan"}, "--drain-grace: expected seconds"),
         ({"listen": ["nowhere"]}, "--listen: 'nowhere' is no address"),
         ({"metrics": "unix:/tmp/m"}, "--metrics: expected HOST:PORT"),
+        ({"metrics": "0.0.0.0:9"}, "--metrics 0.0.0.0:9: other machines can reach it"),
+        ({"metrics": "127.0.0.1:9", "allow_remote_metrics": True}, "--allow-remote-metrics has no effect"),
+        ({"health": "unix:/tmp/h"}, "--health: expected HOST:PORT"),
+        ({"health": "127.0.0.1:5", "listen": ["127.0.0.1:5"]}, "127.0.0.1:5 is given twice"),
+        ({"keepalive_time": "0.2"}, "--keepalive-time: expected seconds from 1 to 86400"),
+        ({"max_connections": "0"}, "--max-connections: expected a whole number from 1 to 65536"),
         ({"name": "a b"}, "--name: expected at most 64"),
         ({"listen": ["127.0.0.1:5", "127.0.0.1:5"]}, "127.0.0.1:5 is given twice"),
         ({"colour": "red"}, "colour is no setting"),

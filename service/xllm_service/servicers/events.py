@@ -57,12 +57,14 @@ class Clock:
         submitted: when the engine got it.
         accepted: when it had its place in the batch.
         first_token: when its first token was there.
+        last_delta: when its last tokens were there.
     """
 
     arrival: float
     submitted: float | None = None
     accepted: float | None = None
     first_token: float | None = None
+    last_delta: float | None = None
 
     @property
     def queue_s(self) -> float:
@@ -147,6 +149,10 @@ class EventMaker:
             self.clock.first_token = time.monotonic()
             self._metrics.time_to_first_token.observe(self.clock.first_token - self.clock.arrival)
         if tokens:
+            now = time.monotonic()
+            if self.clock.last_delta is not None:
+                self._metrics.inter_token_latency.observe(now - self.clock.last_delta)
+            self.clock.last_delta = now
             self._metrics.coalesced.observe(len(tokens))
             self._live.receipt.usage.num_generated_tokens += len(tokens)
         text = "".join(token.text for token in tokens) + (finished.text if finished is not None else "")
@@ -158,7 +164,7 @@ class EventMaker:
     ) -> generation_pb2.OutputFinished:
         """One output is complete."""
         if event.num_generated_tokens > 1:
-            self._metrics.inter_token_latency.observe(event.decode_s / (event.num_generated_tokens - 1))
+            self._metrics.time_per_output_token.observe(event.decode_s / (event.num_generated_tokens - 1))
         end = generation_pb2.OutputFinished(
             output_index=output_index,
             reason=generation_pb2.FINISH_REASON_CANCELLED

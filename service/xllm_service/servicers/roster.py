@@ -87,6 +87,7 @@ class Roster:
 
     def __init__(self, config: ServeConfig, loader: Loader, generations: LiveGenerations) -> None:
         self.on_change: Callable[[], object] = lambda: None
+        self.on_engine: Callable[[AsyncEngine], object] = lambda _: None  # told of each that begins to run
         self._config = config
         self._loader = loader
         self._generations = generations
@@ -204,6 +205,7 @@ class Roster:
         hosted.start(
             AsyncEngine(core, model, stuck_after_s=config.stuck_after, stall_allowance_s=config.stall_allowance)
         )
+        self.on_engine(hosted.engine)
         model.digest.start()
         self.on_change()
         info = hosted.engine.info

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from xllm_service.admission import Gate, LiveGenerations, Phase
 from xllm_service.config import ServeConfig
-from xllm_service.engine import Model
+from xllm_service.engine import AsyncEngine, Model
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.metrics import Metrics
 from xllm_service.servicers.draining import Draining
@@ -37,7 +37,12 @@ class Served:
 
     def __post_init__(self) -> None:
         self.roster = Roster(self.config, self.loader, self.generations)
+        self.roster.on_engine = self._count_steps
         self.draining = Draining(self.gate, self.generations, self.config.drain_grace)
+
+    def _count_steps(self, engine: AsyncEngine) -> None:
+        engine.on_freed = self.metrics.cancel_to_free.observe
+        engine.on_batch = self.metrics.batch_size.observe
 
     @property
     def is_draining(self) -> bool:

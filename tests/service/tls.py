@@ -1,0 +1,28 @@
+"""Certificates for tests of TLS, made by openssl."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def make_ca(folder: Path, name: str) -> None:
+    """Make NAME.pem and NAME.key, a CA."""
+    _openssl(folder, "req", "-x509", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2",
+             "-subj", f"/CN={name}")  # fmt: skip
+
+
+def make_certificate(folder: Path, name: str, ca: str, subject: str = "") -> None:
+    """Make NAME.pem and NAME.key for localhost, signed by a CA of the folder."""
+    (folder / "san").write_text("subjectAltName=DNS:localhost\n")
+    _openssl(folder, "req", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj",
+             f"/CN={subject or name}")  # fmt: skip
+    _openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
+             "-CAcreateserial", "-out", f"{name}.pem", "-days", "2", "-extfile", "san")  # fmt: skip
+
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
