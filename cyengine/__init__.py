@@ -37,6 +37,7 @@ from cyengine.types import (
     TensorInfo,
     TextPiece,
     TokenEvent,
+    TokenMask,
 )
 
 __version__ = version
@@ -71,6 +72,7 @@ __all__ = [
     "TensorInfo",
     "TextPiece",
     "TokenEvent",
+    "TokenMask",
     "XllmError",
     "build_id",
 ]

@@ -1,7 +1,7 @@
 """The engine as Python objects, over the C ABI of ``xllm.h``."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +24,7 @@ from cyengine.types import (
     SlotStep,
     TensorInfo,
     TextPiece,
+    TokenMask,
 )
 
 version: str
@@ -132,6 +133,27 @@ class Engine:
         """
     def cancel(self, request_id: int) -> None:
         """End a request; its FinishedEvent says CANCELLED. Harmless for one that has ended."""
+    def push_masks(self, masks: Iterable[TokenMask]) -> None:
+        """Say which tokens constrained requests may choose at positions of theirs; never waits for the device.
+
+        A position whose mask has not come is not computed: its request sits steps out while the others go on. So submit
+        with ``is_constrained``, push the mask of token 0 at once, and on each TokenEvent with ``wants_mask`` push that
+        of ``token_index + 1``. All masks of one call come into effect together: push those that one
+        ``take_events`` asks for in one call, or their requests are spread over several steps.
+
+        Ends of generation are allowed only where the mask says so, and end the answer as ever. Biases, penalties and
+        min_tokens apply within the mask; when nothing is left the request ends as INVALID_ARGUMENT. Padding ids
+        stay forbidden whatever a mask says. Masks may come ahead of their turn; a later one for a position takes the
+        earlier one's place; those that come too late, or for a request that has ended, are dropped.
+
+        Args:
+            masks: any number of them, taken as a whole or not at all.
+
+        Raises:
+            InvalidArgumentError: a mask of another size than the vocabulary's, or a token_index beyond max_seq_len;
+                ``details["entry"]`` is its index.
+            NotFoundError: a request_id that was never given out.
+        """
     @property
     def event_fd(self) -> int:
         """A descriptor that is readable while events of the common queue wait.
@@ -176,6 +198,7 @@ class Engine:
         priority: int = 0,
         max_queue_s: float = 0.0,
         max_duration_s: float = 0.0,
+        is_constrained: bool = False,
     ) -> Iterator[Event]:
         """``stream`` for a text or ids, with the fields of Request and SamplingParams as keywords."""
     def drain(self) -> None:

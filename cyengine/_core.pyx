@@ -5,10 +5,11 @@ Blocking calls release the GIL, and no thread of the engine ever takes it: resul
 asked for. Documentation of the public names is in ``_core.pyi``.
 """
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stddef cimport size_t
-from libc.stdint cimport int32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from cyengine cimport c_xllm as c
@@ -147,12 +148,12 @@ cdef object _event(const c.xllm_event *e):
         return types.TokenEvent(
             e.request_id, e.token_id, e.token_index,
             PyBytes_FromStringAndSize(e.piece, e.piece_size) if e.piece != NULL else b"",
-            _text(e.text, e.text_size), e.logprob, candidates,
+            _text(e.text, e.text_size), e.logprob, candidates, bool(e.wants_mask),
         )
     if e.kind == c.XLLM_EVENT_ACCEPTED:
         return types.AcceptedEvent(
             e.request_id, e.slot, e.epoch, types.DecodeMode(e.decode_mode), e.seed, e.max_tokens, e.num_prompt_tokens,
-            e.num_cached_tokens, e.queue_s,
+            e.num_cached_tokens, e.queue_s, bool(e.wants_mask),
         )
     if e.kind == c.XLLM_EVENT_PREFILL:
         return types.PrefillEvent(e.request_id, e.num_prompt_tokens, e.num_cached_tokens, e.num_computed_tokens)
@@ -350,6 +351,47 @@ cdef class Model:
 
 # ---------------------------------------------------------------- requests
 
+cdef class _MaskArgs:
+    # Several types.TokenMask as C structs, which point into the buffers that it holds.
+    cdef c.xllm_token_mask *masks
+    cdef size_t count
+    cdef Py_buffer *_views
+    cdef size_t _num_views
+
+    def __init__(self, entries):
+        cdef size_t i
+        cdef size_t num = len(entries)
+        if not num:
+            return
+        self.masks = <c.xllm_token_mask *>calloc(num, sizeof(c.xllm_token_mask))
+        self._views = <Py_buffer *>calloc(num, sizeof(Py_buffer))
+        if self.masks == NULL or self._views == NULL:
+            raise MemoryError
+        for i in range(num):
+            entry = entries[i]
+            _in_range("request_id", entry.request_id, 0, 2**64 - 1)
+            _in_range("token_index", entry.token_index, 0, 2**32 - 1)
+            PyObject_GetBuffer(entry.words, &self._views[i], PyBUF_SIMPLE)
+            self._num_views = i + 1
+            if self._views[i].len % sizeof(uint32_t):
+                raise errors.InvalidArgumentError(
+                    f"masks[{i}]: expected whole 32-bit words, found {self._views[i].len} bytes",
+                    details={"field": "masks", "entry": str(i)},
+                )
+            self.masks[i].request_id = entry.request_id
+            self.masks[i].token_index = entry.token_index
+            self.masks[i].words = <const uint32_t *>self._views[i].buf
+            self.masks[i].num_words = <size_t>self._views[i].len // sizeof(uint32_t)
+        self.count = num
+
+    def __dealloc__(self):
+        cdef size_t i
+        for i in range(self._num_views):
+            PyBuffer_Release(&self._views[i])
+        free(self._views)
+        free(self.masks)
+
+
 cdef int _fill_sampling(object sampling, c.xllm_sampling_params *out) except -1:
     _in_range("top_k", sampling.top_k, -(2**31), 2**31 - 1)
     if sampling.seed is not None:
@@ -394,6 +436,7 @@ cdef class _RequestArgs:
         self.r.priority = request.priority
         self.r.max_queue_s = request.max_queue_s
         self.r.max_duration_s = request.max_duration_s
+        self.r.is_constrained = request.is_constrained
         self._prompt = _copy_ids(request.prompt, &self.r.num_prompt)
         self.r.prompt = self._prompt
         self._stop_ids = _copy_ids(request.stop_token_ids, &self.r.num_stop_token_ids)
@@ -538,6 +581,19 @@ cdef class Engine:
         cdef c.xllm_error err
         _in_range("request_id", request_id, 0, 2**64 - 1)
         _check(c.xllm_engine_cancel(self._open(), request_id, &err), &err)
+
+    def push_masks(self, masks):
+        cdef c.xllm_error err
+        cdef c.xllm_status status
+        cdef c.xllm_engine *handle = self._open()
+        cdef _MaskArgs args = _MaskArgs(list(masks))
+        if not args.count:
+            return
+        self._calls += 1
+        with nogil:
+            status = c.xllm_engine_push_masks(handle, args.masks, args.count, &err)
+        self._calls -= 1
+        _check(status, &err)
 
     @property
     def event_fd(self):

@@ -213,10 +213,22 @@ cdef extern from "xllm.h" nogil:
         int32_t priority
         double max_queue_s
         double max_duration_s
+        int32_t is_constrained
 
     void xllm_request_init(xllm_request *request)
     xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id, xllm_error *err)
     xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id, xllm_error *err)
+
+    # ---- masks
+
+    ctypedef struct xllm_token_mask:
+        uint64_t request_id
+        uint32_t token_index
+        const uint32_t *words
+        size_t num_words
+
+    xllm_status xllm_engine_push_masks(xllm_engine *engine, const xllm_token_mask *masks, size_t num_masks,
+                                       xllm_error *err) nogil
 
     # ---- events
 
@@ -262,6 +274,7 @@ cdef extern from "xllm.h" nogil:
         double prefill_s
         double decode_s
         double ttft_s
+        int32_t wants_mask
 
     ctypedef struct xllm_events:
         pass

@@ -8,6 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""What supports the buffer protocol (``collections.abc.Buffer`` from Python 3.12 on)."""
 
 
 class DecodeMode(enum.IntEnum):
@@ -288,6 +292,20 @@ class Request:
     """Seconds to wait for a slot; 0: no limit."""
     max_duration_s: float = 0.0
     """Seconds from submission; 0: no limit."""
+    is_constrained: bool = False
+    """Each token waits for its mask: see ``Engine.push_masks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The tokens that a constrained request may choose at one position."""
+
+    request_id: int
+    token_index: int
+    """Of the token to be chosen; 0 for the first one of the request or call."""
+    words: Buffer
+    """``4 * ceil(vocab_size / 32)`` contiguous bytes, copied: little-endian 32-bit words whose bit ``i % 32`` of word
+    ``i // 32`` allows id ``i``. ``bytes``, ``bytearray``, ``memoryview``, or the ``data`` of a NumPy row."""
 
 
 # ---- what an engine reports ----
@@ -306,6 +324,8 @@ class AcceptedEvent:
     num_prompt_tokens: int
     num_cached_tokens: int
     queue_s: float
+    wants_mask: bool = False
+    """The mask of token 0 of a constrained request has not come yet."""
 
 
 @dataclass(slots=True)
@@ -337,6 +357,8 @@ class TokenEvent:
     text: str
     logprob: float | None
     candidates: list[Candidate]
+    wants_mask: bool = False
+    """A constrained request goes on, and the mask of token ``token_index + 1`` has not come yet."""
 
 
 @dataclass(slots=True)

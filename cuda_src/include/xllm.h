@@ -405,9 +405,10 @@ typedef struct xllm_request {
   size_t num_stop_token_ids;
   const xllm_logit_bias *logit_biases; /* at most 1024, ids unique */
   size_t num_logit_biases;
-  int32_t priority;      /* 0; larger goes first */
-  double max_queue_s;    /* 0: no limit; seconds to wait for a slot, then QUEUE_TIMEOUT */
-  double max_duration_s; /* 0: no limit; seconds from submission, then DEADLINE_EXCEEDED */
+  int32_t priority;       /* 0; larger goes first */
+  double max_queue_s;     /* 0: no limit; seconds to wait for a slot, then QUEUE_TIMEOUT */
+  double max_duration_s;  /* 0: no limit; seconds from submission, then DEADLINE_EXCEEDED */
+  int32_t is_constrained; /* 0; 1: each token waits for its mask, see xllm_engine_push_masks */
 } xllm_request;
 
 XLLM_API void xllm_request_init(xllm_request *request);
@@ -428,6 +429,40 @@ XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request 
  * with status CANCELLED follows. Calling it again, or for a request that has ended, is harmless.
  * NOT_FOUND: the id was never given out. */
 XLLM_API xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id, xllm_error *err);
+
+/* ------------------------------------------------------------------ masks */
+
+/* Which tokens a constrained request may choose at one position: the core's half of structured
+ * output. Whoever knows the grammar computes the masks, anywhere and in any thread:
+ *
+ *   submit with is_constrained; push the mask of token_index 0, before or after ACCEPTED
+ *   on each TOKEN event with wants_mask: push the mask of token_index + 1
+ *
+ * A position whose mask has not come is not computed: the request sits steps out, with its seat and
+ * its blocks, while the others go on. Nothing but max_duration_s, cancel and the end of a lease
+ * ends a request that waits for a mask for good.
+ *
+ * A mask is the last word on which tokens there are: what it leaves out is never chosen, greedy or
+ * drawn, has no logprob and no weight in any sum; ends of generation and stop tokens are allowed as
+ * it says, and end the answer as ever. logit_biases, penalties and min_tokens apply within it. When
+ * they and the mask leave no token, the request ends as INVALID_ARGUMENT. Ids that are no tokens
+ * (padding rows of the head, UNUSED ones) stay forbidden whatever a mask says. */
+typedef struct xllm_token_mask {
+  uint64_t request_id;
+  uint32_t token_index;  /* of the token to be chosen; 0: the first one of the request or call */
+  const uint32_t *words; /* bit i % 32 of words[i / 32] set: id i is allowed; copied */
+  size_t num_words;      /* ceil(vocab_size / 32) */
+} xllm_token_mask;
+
+/* Push masks, in any order and ahead of their turn if known. They come into effect together: those
+ * that belong to one step should come in one call, or the first ones are chosen from in a step of
+ * their own. Never waits. A later mask for a position takes the place of an earlier one; masks of
+ * positions that have been chosen, and of requests that have ended or are not constrained, are
+ * dropped.
+ * INVALID_ARGUMENT: num_words, or a token_index beyond max_seq_len. NOT_FOUND: a request_id never
+ * given out. Then none is taken; detail "entry" is the index of the mask at fault. */
+XLLM_API xllm_status xllm_engine_push_masks(xllm_engine *engine, const xllm_token_mask *masks,
+                                            size_t num_masks, xllm_error *err);
 
 /* ------------------------------------------------------------------ events */
 
@@ -493,6 +528,9 @@ typedef struct xllm_event {
   uint32_t num_generated_tokens;
   /* queue_s in ACCEPTED too; ttft_s is submission to first token, 0 if there was none. */
   double queue_s, prefill_s, decode_s, ttft_s;
+  /* ACCEPTED, TOKEN: 1: a constrained request goes on, and the mask of its next position (0, or
+   * token_index + 1) has not come yet. */
+  int32_t wants_mask;
 } xllm_event;
 
 /* A batch of events, in order for each request. */
@@ -647,7 +685,8 @@ XLLM_API xllm_status xllm_engine_decode_slot(xllm_engine *engine, xllm_slot_ref 
                                              xllm_error *err);
 
 /* Batched API: generate in several READY batched slots in lock-step: all begin in the same step,
- * and every one that still runs advances by one token in each step.
+ * and every one that still runs advances by one token in each step, a constrained one in each step
+ * that has its mask.
  *   requests   [num_slots], one for each ref as for xllm_engine_decode_slot (decode_mode AUTO or
  *              BATCHED); the refs all differ
  *   out_ids    [num_slots]; each entry has events of its own, and ends by itself or by

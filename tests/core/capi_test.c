@@ -230,6 +230,8 @@ static void test_wrong_arguments(xllm_model *model) {
   xllm_request_init(NULL);
 }
 
+enum { kVocabSize = 48 }; /* of the model below */
+
 /* One private request to its end; returns how many tokens came. */
 static size_t take_answer(xllm_engine *engine, uint64_t id, int32_t *tokens, xllm_event *finished) {
   size_t num_tokens = 0;
@@ -264,6 +266,38 @@ static size_t run(xllm_engine *engine, const xllm_request *request, int32_t *tok
   uint64_t id = 0;
   CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_submit(engine, request, &id, &err));
   return take_answer(engine, id, tokens, finished);
+}
+
+/* A request that may only choose what each position's mask allows. `request` has num_logprobs 2. */
+static void test_masks(xllm_engine *engine, xllm_request request) {
+  request.is_constrained = 1;
+  request.max_tokens = 2;
+  uint64_t id = 0;
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_submit(engine, &request, &id, &err));
+  const size_t num_words = (kVocabSize + 31) / 32;
+  uint32_t words[2][(kVocabSize + 31) / 32];
+  memset(words, 0, sizeof words);
+  for (int i = 0; i < 2; ++i) words[i][0] = 3u << (5 + i); /* 5 or 6, then 6 or 7 */
+  xllm_token_mask masks[2] = {{id, 0, words[0], num_words}, {id, 1, words[1], num_words - 1}};
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_push_masks(NULL, masks, 2, &err));
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_push_masks(engine, NULL, 2, &err));
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_push_masks(engine, masks, 2, &err));
+  CHECK(strstr(err.details, "entry=1\n") != NULL);
+  masks[1].num_words = num_words;
+  masks[1].words = NULL;
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_push_masks(engine, masks, 2, &err));
+  masks[1].words = words[1];
+  masks[1].request_id = 1000;
+  CHECK_STATUS(XLLM_STATUS_NOT_FOUND, xllm_engine_push_masks(engine, masks, 2, &err));
+  masks[1].request_id = id;
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_push_masks(engine, masks, 2, &err));
+  CHECK_STATUS(XLLM_STATUS_OK, xllm_engine_push_masks(engine, masks, 0, &err));
+  int32_t tokens[64];
+  xllm_event finished;
+  CHECK(take_answer(engine, id, tokens, &finished) == 2);
+  CHECK(tokens[0] == 5 || tokens[0] == 6);
+  CHECK(tokens[1] == 6 || tokens[1] == 7);
+  CHECK(finished.finish_reason == XLLM_FINISH_MAX_TOKENS);
 }
 
 /* Acquire, prefill, decode, renew, release. first: what the engine says to this prompt of 20. */
@@ -417,6 +451,7 @@ static void test_engine(xllm_model *model) {
   CHECK_STATUS(XLLM_STATUS_NO_TOKENIZER, xllm_engine_submit(engine, &wrong, &id, &err));
   CHECK(id == 77);
   CHECK_STATUS(XLLM_STATUS_NOT_FOUND, xllm_engine_cancel(engine, 1000, &err));
+  test_masks(engine, request);
   xllm_events *events = NULL;
   CHECK_STATUS(XLLM_STATUS_NOT_FOUND, xllm_engine_take_events(engine, 1000, 0, &events, &err));
   CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT,
@@ -439,12 +474,12 @@ static void test_engine(xllm_model *model) {
 
   xllm_engine_stats stats;
   xllm_engine_get_stats(engine, &stats);
-  CHECK(stats.num_requests_finished == 4 && stats.blocks_used == 0 && stats.slots_used == 0);
-  CHECK(stats.num_generated_tokens == 10 + 10 + 44 + 3);
+  CHECK(stats.num_requests_finished == 5 && stats.blocks_used == 0 && stats.slots_used == 0);
+  CHECK(stats.num_generated_tokens == 10 + 10 + 44 + 2 + 3);
   CHECK(stats.blocks_total == plan.kv_num_blocks && stats.slots_total == 2);
   xllm_slot_info slot;
   CHECK(xllm_engine_get_slot(engine, 0, &slot) == 1 && slot.state == XLLM_SLOT_FREE);
-  CHECK(slot.epoch == 4);
+  CHECK(slot.epoch == 5);
   CHECK(xllm_engine_get_slot(engine, 2, &slot) == 0);
   test_slots(engine, prompt, first);
   xllm_engine_drain(engine);
@@ -487,7 +522,7 @@ int main(void) {
   if (model != NULL) {
     xllm_model_info info;
     xllm_model_get_info(model, &info);
-    CHECK(info.has_weights == 1 && info.vocab_size == 48 && info.has_tokenizer == 0);
+    CHECK(info.has_weights == 1 && info.vocab_size == kVocabSize && info.has_tokenizer == 0);
     xllm_tensor_info tensor;
     CHECK(xllm_model_get_tensor(model, 0, &tensor) == 1 && tensor.size_bytes > 0);
     xllm_fact fact;

@@ -68,6 +68,7 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   out.priority = r.priority;
   out.max_queue_s = r.max_queue_s;
   out.max_duration_s = r.max_duration_s;
+  out.is_constrained = r.is_constrained != 0;
   return out;
 }
 
@@ -105,7 +106,20 @@ xllm_event to_c(const Event &event, const xllm_candidate *candidates) {
   out.prefill_s = event.prefill_s;
   out.decode_s = event.decode_s;
   out.ttft_s = event.ttft_s;
+  out.wants_mask = event.wants_mask ? 1 : 0;
   return out;
+}
+
+PositionMask read_mask(const xllm_token_mask &in, int32_t vocab_size, size_t index) {
+  const size_t num_words = TokenMask::num_words_of(vocab_size);
+  if (in.words == nullptr || in.num_words != num_words) {
+    throw Error(Status::kInvalidArgument,
+                "masks[" + std::to_string(index) + "]: expected " + std::to_string(num_words) +
+                    " words, one bit for each of " + std::to_string(vocab_size) + " ids, found " +
+                    (in.words == nullptr ? "null" : std::to_string(in.num_words)),
+                {{"field", "masks"}, {"entry", std::to_string(index)}});
+  }
+  return {in.request_id, in.token_index, TokenMask(vocab_size, in.words)};
 }
 
 std::unique_ptr<xllm_events> to_c(std::vector<Event> events) {
@@ -130,10 +144,13 @@ std::unique_ptr<xllm_events> to_c(std::vector<Event> events) {
 
 using xllm::Event;
 using xllm::guarded;
+using xllm::PositionMask;
+using xllm::read_mask;
 using xllm::read_request;
 using xllm::refuse;
 using xllm::RequestOptions;
 using xllm::require;
+using xllm::require_array;
 using xllm::SamplingParams;
 using xllm::to_c;
 
@@ -174,6 +191,19 @@ xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id, xllm_er
   return guarded(err, [&] {
     require(engine, "engine");
     engine->engine->cancel(request_id);
+  });
+}
+
+xllm_status xllm_engine_push_masks(xllm_engine *engine, const xllm_token_mask *masks,
+                                   size_t num_masks, xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    require_array(masks, num_masks, "masks");
+    const int32_t vocab_size = engine->engine->info().vocab_size;
+    std::vector<PositionMask> copies;
+    copies.reserve(num_masks);
+    for (size_t i = 0; i < num_masks; ++i) copies.push_back(read_mask(masks[i], vocab_size, i));
+    engine->engine->push_masks(std::move(copies));
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <utility>
@@ -15,6 +16,10 @@ namespace xllm {
 namespace {
 
 constexpr double kIdleHeartbeatS = 0.5;
+// How long a step waits for masks that the last one has asked for, so that their rows stay in one
+// batch with the others: a part of what the step saves, and never more than the cap.
+constexpr double kMaskPatience = 0.1;  // of the last step's duration
+constexpr double kMaskPatienceMaxS = 0.005;
 
 uint64_t random_u64() {
   std::random_device device;
@@ -157,6 +162,28 @@ void Engine::cancel(uint64_t request_id) {
   slots_.set_cancelling(request_id);
 }
 
+void Engine::push_masks(std::vector<PositionMask> masks) {
+  for (size_t i = 0; i < masks.size(); ++i) {
+    if (masks[i].token_index < static_cast<uint32_t>(plan_.max_seq_len)) continue;
+    throw Error(Status::kInvalidArgument,
+                "token_index: expected less than max_seq_len " + std::to_string(plan_.max_seq_len) +
+                    ", found " + std::to_string(masks[i].token_index),
+                {{"field", "token_index"}, {"entry", std::to_string(i)}});
+  }
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    for (size_t i = 0; i < masks.size(); ++i) {
+      const uint64_t id = masks[i].request_id;
+      if (id > 0 && id < next_id_) continue;
+      throw Error(Status::kNotFound, "request " + std::to_string(id) + ": no such id was given out",
+                  {{"entry", std::to_string(i)}});
+    }
+    if (has_failed_) return;  // everything has ended
+    std::move(masks.begin(), masks.end(), std::back_inserter(masks_));
+  }
+  inbox_changed_.notify_one();
+}
+
 void Engine::drain() {
   const std::lock_guard<std::mutex> lock(inbox_mutex_);
   is_draining_ = true;
@@ -230,7 +257,7 @@ bool Engine::wait_for_work() {
   while (true) {
     heartbeat_ns_.store(now_ns());
     if (is_stopping_) return false;
-    const bool has_news = !inbox_.empty() || !cancels_.empty() || has_slot_news_;
+    const bool has_news = !inbox_.empty() || !cancels_.empty() || !masks_.empty() || has_slot_news_;
     has_slot_news_ = false;
     const double left_s = timer_s_ - now_s();
     if (has_progress_ || has_news || left_s <= 0) return true;
@@ -240,6 +267,7 @@ bool Engine::wait_for_work() {
 }
 
 void Engine::step() {
+  wait_for_masks();
   const double start_s = now_s();
   has_progress_ = false;
   take_inbox();
@@ -254,12 +282,26 @@ void Engine::step() {
     if (lane->scheduler.has_work()) has_run |= run_lane(lane);
   }
   if (has_run) {
-    totals_.last_step_s = now_s() - start_s;
+    step_end_s_ = now_s();
+    totals_.last_step_s = step_end_s_ - start_s;
     num_steps_.fetch_add(1);
     has_progress_ = true;
   }
   publish();
   timer_s_ = next_timer_s();
+}
+
+// Only for rows of the last step: who has missed a step does not slow the others again.
+void Engine::wait_for_masks() {
+  const size_t num_awaited = std::exchange(num_masks_wanted_, 0);
+  if (num_awaited == 0) return;
+  const double patience_s = std::min(kMaskPatience * totals_.last_step_s, kMaskPatienceMaxS);
+  const double left_s = step_end_s_ + patience_s - now_s();
+  if (left_s <= 0) return;
+  std::unique_lock<std::mutex> lock(inbox_mutex_);
+  inbox_changed_.wait_for(lock, std::chrono::duration<double>(left_s), [&] {
+    return masks_.size() >= num_awaited || !cancels_.empty() || is_stopping_;
+  });
 }
 
 // When the next request or lease runs out of its time.
@@ -281,15 +323,21 @@ double Engine::next_timer_s() const {
 void Engine::take_inbox() {
   std::vector<std::unique_ptr<Request>> arrived;
   std::vector<Cancel> cancels;
+  std::vector<PositionMask> masks;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     arrived.swap(inbox_);
     cancels.swap(cancels_);
+    masks.swap(masks_);
   }
   std::vector<uint64_t> ids;
   for (std::unique_ptr<Request> &request : arrived) {
     ids.push_back(request->id());
     requests_.emplace(request->id(), std::move(request));
+  }
+  for (PositionMask &entry : masks) {
+    const auto found = requests_.find(entry.request_id);
+    if (found != requests_.end()) found->second->add_mask(entry.token_index, std::move(entry.mask));
   }
   for (const Cancel &cancel : cancels) {
     const auto found = requests_.find(cancel.request_id);
@@ -381,7 +429,7 @@ bool Engine::run_lane(Lane *lane) {
       std::vector<float> logits;
       if (request.options().wants_logits) logits = lane->runner.logits(next);
       handle_token(rows, chosen[next++], std::move(logits), now);
-    } else if (rows.sequence->num_to_compute() == 0) {
+    } else if (rows.sequence->is_prefill_only && rows.sequence->num_to_compute() == 0) {
       requests_.at(rows.sequence->id)->complete_prefill();
       finish(rows.sequence->id, Status::kOk, "");
     }
@@ -435,7 +483,9 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
       return;
     case SampleOutcome::kAllForbidden:
       finish(id, Status::kInvalidArgument,
-             "position " + position + ": logit_biases and min_tokens forbid every token");
+             "position " + position + ": " +
+                 (requests_.at(id)->options().is_constrained ? "its mask, " : "") +
+                 "logit_biases and min_tokens forbid every token");
       return;
     case SampleOutcome::kChosen:
       break;
@@ -443,6 +493,7 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
   Event event;
   const bool is_last = requests_.at(id)->add_token(sampled, now, &event);
   ++totals_.num_generated_tokens;
+  if (event.wants_mask) ++num_masks_wanted_;
   event.logits = std::move(logits);
   new_events_.push_back(std::move(event));
   if (is_last) finish(id, Status::kOk, "");
@@ -503,6 +554,7 @@ void Engine::fail(const std::string &message) {
       }
       inbox_.clear();
       cancels_.clear();
+      masks_.clear();
     }
     std::vector<uint64_t> ids;
     ids.reserve(requests_.size());

@@ -54,6 +54,13 @@ struct SlotStep {
   std::vector<float> logits;  // [vocab_size] where asked for
 };
 
+// The tokens allowed at one position of a constrained request.
+struct PositionMask {
+  uint64_t request_id = 0;
+  uint32_t token_index = 0;
+  TokenMask mask;
+};
+
 class Engine {
  public:
   // Loads what the mode asks for and starts the step loop. Throws what plan_engine and loading
@@ -70,6 +77,8 @@ class Engine {
   uint64_t submit(RequestOptions options);
   // Error(kNotFound): an id never given out. Harmless for a request that has ended.
   void cancel(uint64_t request_id);
+  // Masks of constrained requests, all in effect from the same step on.
+  void push_masks(std::vector<PositionMask> masks);
   // No new requests from now on.
   void drain();
 
@@ -121,6 +130,7 @@ class Engine {
   // The step loop's thread.
   void run();
   bool wait_for_work();
+  void wait_for_masks();
   void step();
   void take_inbox();
   void end_late_requests(double now_s);
@@ -154,16 +164,19 @@ class Engine {
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
   std::vector<Sequence> holdings_;  // per slot: what an acquired one holds while no call runs in it
   std::vector<Event> new_events_;
-  int64_t num_ended_ = 0;      // since the last publish
-  bool has_progress_ = false;  // the last step did something: the next one may, too
-  double timer_s_ = 0;         // when there will be something to do without anybody asking
-  EngineStats totals_;         // counters
+  int64_t num_ended_ = 0;        // since the last publish
+  bool has_progress_ = false;    // the last step did something: the next one may, too
+  double timer_s_ = 0;           // when there will be something to do without anybody asking
+  size_t num_masks_wanted_ = 0;  // by the tokens of the last step
+  double step_end_s_ = 0;
+  EngineStats totals_;  // counters
 
   // Between callers and the loop.
   mutable std::mutex inbox_mutex_;
   std::condition_variable inbox_changed_;
   std::vector<std::unique_ptr<Request>> inbox_;
   std::vector<Cancel> cancels_;
+  std::vector<PositionMask> masks_;
   uint64_t next_id_ = 1;
   int64_t num_live_ = 0;  // submitted and not ended
   bool has_slot_news_ = false;

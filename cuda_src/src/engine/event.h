@@ -59,6 +59,8 @@ struct Event {
   std::string message;
   uint32_t num_generated_tokens = 0;
   double queue_s = 0, prefill_s = 0, decode_s = 0, ttft_s = 0;
+  // Accepted, token
+  bool wants_mask = false;
 };
 
 }  // namespace xllm

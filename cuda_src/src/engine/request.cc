@@ -138,6 +138,7 @@ Request::Request(RequestKind kind, RequestOptions options, DecodeMode decode_mod
   sequence.num_prompt = static_cast<int>(options_.prompt.size());
   sequence.tokens = std::move(options_.prompt);
   merge_biases();
+  set_held();
   if (kind == RequestKind::kGenerate) set_limits();
   if (vocabulary_->has_pieces()) {
     DecodeOptions decode;
@@ -191,6 +192,7 @@ void Request::take_over(Sequence held) {
   has_begun_ = true;
   if (kind_ == RequestKind::kDecode) {
     set_limits();
+    set_held();
     return;
   }
   num_before_ = sequence.num_tokens();
@@ -217,6 +219,7 @@ Sequence Request::hand_back() {
   }
   sequence.num_computed = std::min(sequence.num_computed, std::max(0, sequence.num_tokens() - 1));
   sequence.is_prefill_only = false;
+  sequence.is_held = false;
   return std::exchange(sequence, Sequence(sequence.blocks.block_size()));
 }
 
@@ -243,6 +246,18 @@ void Request::merge_biases() {
   std::sort(biases_before_min_.begin(), biases_before_min_.end(), by_id);
 }
 
+void Request::add_mask(uint32_t token_index, TokenMask mask) {
+  if (!options_.is_constrained || token_index < static_cast<uint32_t>(num_generated())) return;
+  mask.keep(vocabulary_->mask());
+  masks_[token_index] = std::move(mask);
+  set_held();
+}
+
+void Request::set_held() {
+  const auto next = static_cast<uint32_t>(num_generated());
+  sequence.is_held = options_.is_constrained && masks_.count(next) == 0;
+}
+
 SampleRow Request::sample_row() {
   const SamplingParams &params = options_.sampling;
   SampleRow row;
@@ -258,7 +273,8 @@ SampleRow Request::sample_row() {
   row.counts = counts_;
   const bool is_before_min = static_cast<uint32_t>(num_generated()) < options_.min_tokens;
   row.biases = is_before_min ? biases_before_min_ : biases_;
-  row.mask = vocabulary_->mask();
+  row.mask = options_.is_constrained ? masks_.at(static_cast<uint32_t>(num_generated())).words()
+                                     : vocabulary_->mask();
   row.num_choosable = vocabulary_->num_choosable();
   row.num_logprobs = options_.num_logprobs + 1;
   return row;
@@ -309,7 +325,13 @@ bool Request::add_token(const Sampled &sampled, double now_s, Event *event) {
       finish_reason_ = is_context_limit_ ? FinishReason::kContextFull : FinishReason::kMaxTokens;
     }
   }
-  return finish_reason_ != FinishReason::kNone;
+  masks_.erase(index);
+  const bool is_last = finish_reason_ != FinishReason::kNone;
+  if (!is_last) {
+    set_held();
+    event->wants_mask = wants_mask();
+  }
+  return is_last;
 }
 
 void Request::add_text(int32_t id, bool is_before_min, Event *event) {
@@ -351,6 +373,7 @@ Event Request::accepted_event() const {
   event.seed = seed_;
   event.max_tokens = max_tokens_;
   event.queue_s = admitted_s_ - submitted_s_;
+  event.wants_mask = wants_mask();
   return event;
 }
 

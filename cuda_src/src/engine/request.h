@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "engine/slot.h"
 #include "engine/stop_checker.h"
 #include "engine/vocabulary.h"
+#include "sampling/mask.h"
 #include "sampling/params.h"
 #include "sampling/sampler.h"
 #include "tokenizer/detokenizer.h"
@@ -36,6 +38,7 @@ struct RequestOptions {
   int32_t priority = 0;
   double max_queue_s = 0;
   double max_duration_s = 0;
+  bool is_constrained = false;
   bool wants_logits = false;  // for step calls: the logits of each token, in its event
 };
 
@@ -79,6 +82,11 @@ class Request {
   // A prefill: the prompt is in the slot.
   void complete_prefill() { finish_reason_ = FinishReason::kPrefilled; }
 
+  // The tokens allowed at a position, of a constrained request; dropped where it is too late.
+  void add_mask(uint32_t token_index, TokenMask mask);
+  // It cannot go on without a mask that has not come.
+  bool wants_mask() const { return sequence.is_held; }
+
   // How the next token is to be chosen. Valid until the next add_token.
   SampleRow sample_row();
 
@@ -113,6 +121,7 @@ class Request {
   void count_token(int32_t id);
   void add_text(int32_t id, bool is_before_min, Event *event);
   void merge_biases();
+  void set_held();
 
   RequestKind kind_;
   RequestOptions options_;
@@ -128,6 +137,7 @@ class Request {
   std::vector<TokenBias> biases_;             // ascending ids
   std::vector<TokenBias> biases_before_min_;  // and the ends forbidden
   std::vector<TokenCount> counts_;            // ascending ids; kept only where penalties apply
+  std::map<uint32_t, TokenMask> masks_;       // by token index; of tokens not chosen yet
   std::optional<Detokenizer> detokenizer_;
   StopChecker stop_checker_;
 

@@ -81,7 +81,8 @@ const Schedule &Scheduler::schedule(int num_free_slots) {
 bool Scheduler::add_rows(size_t index, int *budget) {
   Sequence *sequence = running_[index];
   const bool is_decoding = sequence->is_decoding();
-  int num_tokens = is_decoding ? 1 : std::min(sequence->num_to_compute(), *budget);
+  int num_tokens =
+      is_decoding ? sequence->num_to_compute() : std::min(sequence->num_to_compute(), *budget);
   // A slot's history ends with a token of another prompt, on the path of that prompt.
   const bool is_behind = sequence->num_computed < sequence->prompt_start;
   if (is_behind && config_.segment_size > 1) {

@@ -6,6 +6,8 @@
 //   senior to junior.
 //   decode     every running sequence whose prompt is computed gets one row in every step.
 //   prefill    the others share prefill_chunk rows per step, the most senior first.
+//   held       a sequence whose next token may not be chosen yet (its mask has not come) computes
+//   what lies before its last token and then sits steps out, with its blocks; the others go on.
 //   turns      where max_step_sequences is 1, a step holds one sequence: the one whose turn is
 //   longest ago.
 //   blocks     are taken for the rows of this step only. A sequence that gets none takes them from

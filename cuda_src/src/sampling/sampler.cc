@@ -86,11 +86,7 @@ void Sampler::adjust(const float *logits, const SampleRow &row) {
     float &logit = adjusted_[static_cast<size_t>(bias.token_id)];
     logit = bias.bias == kForbidden ? kForbidden : clamp(logit + bias.bias);
   }
-  if (row.mask != nullptr) {
-    for (int32_t i = 0; i < n; ++i) {
-      if ((row.mask[i / 32] >> (i % 32) & 1) == 0) adjusted_[static_cast<size_t>(i)] = kForbidden;
-    }
-  }
+  if (row.mask != nullptr) forbid(row.mask, n);
   for (const TokenCount &count : row.counts) {
     if (count.token_id >= n) continue;
     float &logit = adjusted_[static_cast<size_t>(count.token_id)];
@@ -102,6 +98,19 @@ void Sampler::adjust(const float *logits, const SampleRow &row) {
       value -= row.presence_penalty;
     }
     logit = clamp(value);
+  }
+}
+
+// A word at a time: most of a mask's words allow all their ids or none.
+void Sampler::forbid(const uint32_t *mask, int32_t n) {
+  for (int32_t first = 0; first < n; first += 32) {
+    const uint32_t allowed = mask[first / 32];
+    if (allowed == ~uint32_t{0}) continue;
+    float *logits = adjusted_.data() + first;
+    const int32_t count = std::min(32, n - first);
+    for (int32_t i = 0; i < count; ++i) {
+      if ((allowed >> i & 1) == 0) logits[i] = kForbidden;
+    }
   }
 }
 

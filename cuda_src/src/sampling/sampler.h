@@ -58,6 +58,7 @@ class Sampler {
   };
 
   void adjust(const float *logits, const SampleRow &row);
+  void forbid(const uint32_t *mask, int32_t n);
   int32_t draw(const float *logits, const SampleRow &row, float largest);
   double weigh(const float *logits, int32_t n, float largest, double temperature);
   void keep_largest(const float *logits, int32_t n, int32_t k);
