@@ -3,8 +3,8 @@
 The template comes with the model file, so it is code from a stranger: it runs in minijinja, which has no access to
 Python objects, in a process of its own (template_sandbox.py) with a budget of instructions, processor time, memory and
 output. The environment is the one of `transformers` (`apply_chat_template`): trim_blocks and lstrip_blocks, one
-trailing newline dropped, loop controls, `raise_exception`, `strftime_now`, and a `tojson` that keeps key order, integers
-and characters.
+trailing newline dropped, loop controls, `raise_exception`, `strftime_now`, and a `tojson` that keeps key order,
+integers and characters.
 
 Text that came in a message must never become a control token, whichever role or field it came in. Where a message's
 text spells one (or ends with the beginning of one, which the next piece could complete), the first character of the

@@ -7,17 +7,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "gguf/vocab_arrays.h"
 
 namespace xllm {
 namespace {
-
-// The vocabulary's tables, as views of the file or as numbers in the types that the tokenizer
-// takes.
-struct VocabTables {
-  GgufStrings tokens, merges;
-  std::vector<float> scores;
-  std::vector<int32_t> types;
-};
 
 std::vector<std::string_view> views(const GgufStrings &strings) {
   std::vector<std::string_view> out;
@@ -54,31 +47,11 @@ std::unique_ptr<Tokenizer> make_tokenizer(const GgufFile &file, int32_t num_rows
     source.pre = std::string(file.get_string("tokenizer.ggml.pre"));
   }
 
-  VocabTables tables;
-  if (const GgufValue *tokens = file.find("tokenizer.ggml.tokens")) {
-    tables.tokens = tokens->as_strings();
-    source.tokens = views(tables.tokens);
-  }
-  if (const GgufValue *merges = file.find("tokenizer.ggml.merges")) {
-    tables.merges = merges->as_strings();
-    source.merges = views(tables.merges);
-  }
-  if (const GgufValue *scores = file.find("tokenizer.ggml.scores")) {
-    const GgufFloats values = scores->as_floats();
-    tables.scores.reserve(values.size());
-    for (size_t i = 0; i < values.size(); ++i) {
-      tables.scores.push_back(static_cast<float>(values[i]));
-    }
-    source.scores = tables.scores;
-  }
-  if (const GgufValue *types = file.find("tokenizer.ggml.token_type")) {
-    const GgufInts values = types->as_ints(0, std::numeric_limits<int32_t>::max());
-    tables.types.reserve(values.size());
-    for (size_t i = 0; i < values.size(); ++i) {
-      tables.types.push_back(static_cast<int32_t>(values[i]));
-    }
-    source.types = tables.types;
-  }
+  const VocabArrays arrays = read_vocab_arrays(file);
+  source.tokens = views(arrays.tokens);
+  source.merges = views(arrays.merges);
+  source.scores = arrays.scores;
+  source.types = arrays.types;
   source.bos = token_id(file, "bos");
   source.eos = token_id(file, "eos");
   source.eot = token_id(file, "eot");

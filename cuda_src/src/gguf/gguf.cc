@@ -73,8 +73,8 @@ void GgufFile::Impl::open_parts(const std::string &path) {
       is_named_so ? file_name(prefix + part_suffix(1, count)) : "*" + part_suffix(1, count);
   const std::string part = "part " + std::to_string(number) + " of " + std::to_string(count);
   if (number != 1) {
-    throw Error(Status::kModelMalformed, files[0].name() + ": split.no: the file is " + part +
-                                             " of a split model; open " + first_name);
+    find_value(first, "split.no")
+        ->fail("the file is " + part + " of a split model; open " + first_name);
   }
   if (!is_named_so) {
     throw Error(Status::kModelMalformed, files[0].name() + ": split.no: the file is " + part +

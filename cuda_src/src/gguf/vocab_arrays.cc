@@ -24,7 +24,7 @@ VocabArrays read_vocab_arrays(const GgufFile &file) {
   }
   if (const GgufValue *types = file.find("tokenizer.ggml.token_type")) {
     types->expect_array(GgufType::kInt32, arrays.tokens.size());
-    const GgufInts values = types->as_ints();
+    const GgufInts values = types->as_ints(0, std::numeric_limits<int32_t>::max());
     arrays.types.resize(values.size());
     for (size_t i = 0; i < values.size(); ++i) arrays.types[i] = static_cast<int32_t>(values[i]);
   }
