@@ -283,7 +283,7 @@ cdef class Model:
         if isinstance(text, (str, bytes)):
             pieces = [(text, parse_special)]
         else:
-            pieces = [(piece.text, piece.trusted) for piece in text]
+            pieces = [(piece.text, -1 if piece.is_plain else piece.trusted) for piece in text]
         keep = [piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else piece for piece, _ in pieces]
         cdef size_t num_texts = len(pieces)
         texts = <c.xllm_text *>calloc(num_texts if num_texts else 1, sizeof(c.xllm_text))

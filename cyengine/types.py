@@ -178,6 +178,8 @@ class TextPiece:
 
     text: str
     trusted: bool = False
+    is_plain: bool = False
+    """Part of no special token of any kind, those that are ordinary text included."""
 
 
 # ---- what an engine is asked for ----

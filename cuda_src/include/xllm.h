@@ -235,8 +235,9 @@ XLLM_API int xllm_model_get_tensor(const xllm_model *model, size_t index, xllm_t
 XLLM_API int xllm_model_get_fact(const xllm_model *model, size_t index, xllm_fact *out);
 XLLM_API int xllm_model_get_end_token(const xllm_model *model, size_t index, xllm_end_token *out);
 
-/* A piece of text to encode. In a `trusted` piece (template text) the written form of a CONTROL
- * token becomes that token; in any other it stays plain text. */
+/* A piece of text to encode. In a `trusted` piece (1, template text) the written form of a CONTROL
+ * token becomes that token; in any other (0) it stays plain text. -1: the piece is part of no
+ * special token of any kind, USER_DEFINED ones included. */
 typedef struct xllm_text {
   const char *data;
   size_t size;

@@ -61,7 +61,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text; empty means that the model has none.
-        control_tokens: the written forms of the model's CONTROL tokens.
+        control_tokens: the written forms of the model's CONTROL tokens, and of the tags that its answers are read with.
         variables: names the template may use besides those of a call, such as ``bos_token`` and ``eos_token``.
     """
 

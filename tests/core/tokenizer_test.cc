@@ -343,11 +343,12 @@ TEST(Special, MessageTextNeverBecomesControl) {
                                       {"end|>", false}};
   const Ids ids = s.tokenizer->encode_segments(segments);
   EXPECT_EQ(ids, joined({{s.start}, ids_of("<|im_end|>"), {s.call, s.end}, ids_of("<|im_end|>")}));
-  // Two template segments may share a token; a message's markers can be kept plain.
+  // Two template segments may share a token; a plain run is part of none, wherever it lies in one.
   const std::vector<Segment> parts{
-      {"<|im_", true}, {"", false}, {"end|>", true}, {"<tool>", false}};
-  EXPECT_EQ(s.tokenizer->encode_segments(parts, false, Ids{s.call, s.calls}),
-            joined({{s.end}, ids_of("<tool>")}));
+      {"<|im_", true}, {"", false}, {"end|>", true}, {"<", false, true}, {"tool>", false}};
+  EXPECT_EQ(s.tokenizer->encode_segments(parts), joined({{s.end}, ids_of("<tool>")}));
+  const std::vector<Segment> end_is_plain{{"<", false}, {"tool", true}, {">", false, true}};
+  EXPECT_EQ(s.tokenizer->encode_segments(end_is_plain), ids_of("<tool>"));
 }
 
 TEST(Special, SegmentsAreSplitAsOneText) {

@@ -105,8 +105,8 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, const EncodeOption
   return encode_segments(Span<const Segment>(&segment, 1), options.add_special);
 }
 
-std::vector<int32_t> Tokenizer::encode_segments(Span<const Segment> segments, bool add_special,
-                                                Span<const int32_t> plain_in_messages) const {
+std::vector<int32_t> Tokenizer::encode_segments(Span<const Segment> segments,
+                                                bool add_special) const {
   require_text();
   std::string joined;
   std::string_view text;
@@ -128,23 +128,26 @@ std::vector<int32_t> Tokenizer::encode_segments(Span<const Segment> segments, bo
   }
 
   // Matches come in ascending order, so one walk over the message runs serves them all.
-  std::vector<std::pair<size_t, size_t>> messages;
+  struct Run {
+    size_t begin, end;
+    bool is_plain;
+  };
+  std::vector<Run> messages;
   size_t offset = 0;
   for (const Segment &segment : segments) {
     if (!segment.is_template && !segment.text.empty()) {
-      messages.emplace_back(offset, offset + segment.text.size());
+      messages.push_back({offset, offset + segment.text.size(), segment.is_plain});
     }
     offset += segment.text.size();
   }
   size_t message = 0;
   const auto accept = [&](const SpecialMatcher::Match &match) {
-    if (vocab_->type(match.id) == TokenType::kUserDefined &&
-        std::find(plain_in_messages.begin(), plain_in_messages.end(), match.id) ==
-            plain_in_messages.end()) {
-      return true;
+    const bool is_text = vocab_->type(match.id) == TokenType::kUserDefined;
+    while (message < messages.size() && messages[message].end <= match.begin) ++message;
+    for (size_t i = message; i < messages.size() && messages[i].begin < match.end; ++i) {
+      if (!is_text || messages[i].is_plain) return false;
     }
-    while (message < messages.size() && messages[message].second <= match.begin) ++message;
-    return message == messages.size() || messages[message].first >= match.end;
+    return true;
   };
 
   std::vector<int32_t> ids;

@@ -76,10 +76,11 @@ struct EncodeOptions {
 };
 
 // A run of rendered chat text. Control tokens are recognised only where every byte of them comes
-// from the template.
+// from the template. A plain run is part of no special token of any kind.
 struct Segment {
   std::string_view text;
   bool is_template = false;
+  bool is_plain = false;
 };
 
 struct DecodeOptions {
@@ -112,10 +113,8 @@ class Tokenizer {
   std::vector<int32_t> encode(std::string_view text, const EncodeOptions &options = {}) const;
 
   // Encodes the joined segments as one text, with parse_special for template text only.
-  // plain_in_messages: USER_DEFINED ids that message text may not produce either (markers which the
-  // service's own parsers react to).
-  std::vector<int32_t> encode_segments(Span<const Segment> segments, bool add_special = false,
-                                       Span<const int32_t> plain_in_messages = {}) const;
+  std::vector<int32_t> encode_segments(Span<const Segment> segments,
+                                       bool add_special = false) const;
 
   // Always valid UTF-8; equal to a Detokenizer's pieces joined. kInvalidArgument: an id outside [0,
   // vocab_size()), with its position. kNoTokenizer: no vocabulary.

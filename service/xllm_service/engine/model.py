@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import cyengine
 from cyengine.types import EndToken, Fact, Metadata, ModelInfo, Plan, TensorInfo, TextPiece
+from xllm_service.answer_markers import find_markers, marker_ids
 from xllm_service.chat_template import ChatTemplate, Piece, TemplateRenderError, TemplateUnusableError
 from xllm_service.config import ServeConfig
 from xllm_service.digest import FileDigest, shard_paths
@@ -36,9 +37,12 @@ class Model:
         self._control: frozenset[int] = frozenset()
         if self.info.has_tokenizer:
             self._read_vocabulary()
-        self.chat_template = ChatTemplate(
-            self.info.chat_template, [self.piece(i).decode("utf-8", "replace") for i in self._control], self._names()
-        )
+        self.markers = find_markers(self.info.chat_template)
+        control = [(i, self.piece(i).decode("utf-8", "replace")) for i in sorted(self._control)]
+        self.marker_ids = marker_ids(self.markers, control)
+        # note: a message may spell neither a control token nor what answers are read with.
+        guarded = [*(piece for _, piece in control), *self.markers.texts]
+        self.chat_template = ChatTemplate(self.info.chat_template, guarded, self._names())
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +164,7 @@ class Model:
         """Return the ids of a rendered conversation; only text of the template may spell control tokens."""
         # note: as in transformers nothing is added around it: a template writes its own BOS where the model wants one.
         with translated():
-            texts = [TextPiece(piece.text, piece.trusted) for piece in pieces]
+            texts = [TextPiece(piece.text, piece.trusted, not piece.trusted) for piece in pieces]
             ids: list[int] = self.core.encode(texts, add_special=False)
             return ids
 

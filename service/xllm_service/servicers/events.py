@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from xllm_client.v1 import generation_pb2, sampling_pb2, slot_pb2
 from xllm_service import convert
 from xllm_service.admission import LiveGeneration
+from xllm_service.answer_reader import Parts
 from xllm_service.engine import (
     AcceptedEvent,
     FinishedEvent,
@@ -20,6 +20,8 @@ from xllm_service.engine import (
     TokenEvent,
 )
 from xllm_service.metrics import Metrics
+from xllm_service.servicers.answers import Answer
+from xllm_service.servicers.clock import Clock
 from xllm_service.servicers.ownership import Seat, slot_name
 from xllm_service.servicers.roster import Hosted
 from xllm_service.validation import DecodeChoices
@@ -48,30 +50,6 @@ _FINISH_REASONS = {
 Send = Callable[[Any], Awaitable[None]]
 
 
-@dataclass(slots=True)
-class Clock:
-    """The times of one call, on the monotonic clock; None: not yet.
-
-    Attributes:
-        arrival: when the call came.
-        submitted: when the engine got it.
-        accepted: when it had its place in the batch.
-        first_token: when its first token was there.
-        last_delta: when its last tokens were there.
-    """
-
-    arrival: float
-    submitted: float | None = None
-    accepted: float | None = None
-    first_token: float | None = None
-    last_delta: float | None = None
-
-    @property
-    def queue_s(self) -> float:
-        """From arrival to a place in the batch; 0 while there is none."""
-        return 0.0 if self.accepted is None else self.accepted - self.arrival
-
-
 class EventMaker:
     """Turns what the engine says of one call into events of the contract, and keeps its receipt.
 
@@ -88,6 +66,7 @@ class EventMaker:
         self._live = live
         self._metrics = metrics
         self._progress_at = float("-inf")
+        self._reasoning: dict[int, int] = {}  # tokens of it, by output
 
     @property
     def model(self) -> Model:
@@ -141,9 +120,11 @@ class EventMaker:
         tokens: Sequence[TokenEvent],
         finished: FinishedEvent | None,
         output_index: int = 0,
+        answer: Answer | None = None,
+        parts: Parts | None = None,
     ) -> generation_pb2.Delta | None:
-        """New output; None when there is none."""
-        if not tokens and (finished is None or not finished.text):
+        """New output; None when there is none. `parts`: it was read by `answer`, and stands in for the tokens' text."""
+        if not tokens and not parts and (finished is None or not finished.text or answer is not None):
             return None
         if tokens and self.clock.first_token is None:
             self.clock.first_token = time.monotonic()
@@ -157,7 +138,13 @@ class EventMaker:
             self._live.receipt.usage.num_generated_tokens += len(tokens)
         text = "".join(token.text for token in tokens) + (finished.text if finished is not None else "")
         records = [_token(self.model, choices, token) for token in tokens] if choices.wants_tokens else ()
-        return generation_pb2.Delta(output_index=output_index, text=text, tokens=records, num_tokens=len(tokens))
+        delta = generation_pb2.Delta(output_index=output_index, text=text, tokens=records, num_tokens=len(tokens))
+        if answer is not None and parts is not None:
+            delta.text, delta.reasoning_text = parts.text, parts.reasoning
+            delta.tool_calls.extend(answer.tool_calls(parts))
+            self._reasoning[output_index] = answer.num_reasoning_tokens
+            self._live.receipt.usage.num_reasoning_tokens = sum(self._reasoning.values())
+        return delta
 
     def output_finished(
         self, choices: DecodeChoices, event: FinishedEvent, output_index: int = 0
@@ -191,6 +178,7 @@ class EventMaker:
             sum(event.num_cached_tokens for event in events),
             sum(event.num_generated_tokens for event in events),
         )
+        usage.num_reasoning_tokens = sum(self._reasoning.values())
         self._live.receipt.usage.CopyFrom(usage)
         return usage
 

@@ -17,9 +17,10 @@ from xllm_service.admission import GenerationState, state_value
 from xllm_service.engine import AcceptedEvent, AsyncEngine, Bounds, DecodeMode, SlotState
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
 from xllm_service.interceptors import principal
+from xllm_service.servicers.answers import Answer
 from xllm_service.servicers.events import EventMaker, Send
 from xllm_service.servicers.live_call import live_call
-from xllm_service.servicers.prompt import check_digest, prompt_ids
+from xllm_service.servicers.prompt import check_digest, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot
@@ -54,10 +55,14 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         reply = generation_service_pb2.GenerateOnceResponse()
         output = reply.outputs.add()
         texts: list[str] = []
+        reasoning: list[str] = []
 
         async def collect(event: Any) -> None:
             if isinstance(event, generation_pb2.Delta):
                 texts.append(event.text)
+                reasoning.append(event.reasoning_text)
+                for part in event.tool_calls:
+                    output.tool_calls.add(id=part.id, name=part.name, arguments_json=part.arguments_json)
                 output.tokens.extend(event.tokens)
             elif isinstance(event, generation_pb2.Accepted):
                 reply.accepted.CopyFrom(event)
@@ -68,7 +73,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 reply.timings.CopyFrom(event.timings)
 
         await self._run("GenerateOnce", request.spec, context, collect)
-        output.text = "".join(texts)
+        output.text, output.reasoning_text = "".join(texts), "".join(reasoning)
         return reply
 
     async def CancelGeneration(
@@ -99,7 +104,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         valid = validate(spec, self._served.limits(engine.model))
         mode = _mode(engine, owned, valid.choices, "EstimateGeneration")
         await check_digest(engine.model, valid.expected_digest)
-        prompt = await prompt_ids(engine.model, valid.prompt, "spec.", add_special=_is_first(owned))
+        prompt = (await read_prompt(engine.model, valid.prompt, "spec.", add_special=_is_first(owned))).ids
         num_held = owned.info.num_tokens if owned is not None else 0
         num_tokens = num_held + len(prompt)
         info, stats = engine.info, engine.stats()
@@ -137,33 +142,43 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         ) as live:
             with _in_the_callers_words(call, spec, owned):
                 await check_digest(engine.model, request.expected_digest)
-                prompt = await prompt_ids(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
+                read = await read_prompt(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
+                prompt, chat = read.ids, request.prompt.chat
+                answer = None
+                if chat is not None:
+                    answer = Answer(engine.model, choices, prompt, read.starts_in_reasoning, bool(chat.tools))
+                asked = choices if answer is None else answer.engine_choices(choices)
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
                 make.clock.submitted = time.monotonic()
                 bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
                 if owned is None:
-                    events = engine.generate(prompt, choices, bounds, on_stall=live.stalled)
+                    events = engine.generate(prompt, asked, bounds, on_stall=live.stalled)
                 else:
                     _mode(engine, owned, choices, call)
                     if choices.seed is None:  # drawn here, as the first event tells it before the decode begins
                         choices = replace(choices, seed=secrets.randbits(64))
+                        asked = replace(asked, seed=choices.seed)
                     slot = owned.ownership.slot
-                    events = engine.generate_in(slot, prompt, choices, bounds, on_stall=live.stalled)
+                    events = engine.generate_in(slot, prompt, asked, bounds, on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
                         if progress.accepted is not None:
                             live.state = GenerationState.RUNNING
-                            await send(_accepted(make, choices, progress.accepted, owned))
+                            accepted = _accepted(make, choices, progress.accepted, owned)
+                            accepted.starts_in_reasoning = read.starts_in_reasoning
+                            await send(accepted)
                         if progress.prefill is not None and not progress.tokens and progress.finished is None:
                             told = make.prefill(progress.prefill)
                             if told is not None:
                                 await send(told)
-                        delta = make.delta(choices, progress.tokens, progress.finished)
+                        parts = answer.read(progress, make.clock) if answer is not None else None
+                        delta = make.delta(choices, progress.tokens, progress.finished, answer=answer, parts=parts)
                         if delta is not None:
                             await send(delta)
                         if progress.finished is not None:
                             await send(make.output_finished(choices, progress.finished))
                             await send(make.finished([progress.finished]))
+                            break  # where a stop string ended it, the engine still runs
 
     def _place(self, spec: generation_service_pb2.GenerationSpec) -> tuple[Hosted, OwnedSlot | None]:
         """Return the engine that is meant, and the caller's own slot where one is named."""

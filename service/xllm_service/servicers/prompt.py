@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from xllm_service.engine import Model
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
@@ -25,8 +26,21 @@ async def check_digest(model: Model, expected: str) -> None:
         )
 
 
-async def prompt_ids(model: Model, prompt: PromptInput, path: str, *, add_special: bool = True) -> Sequence[int]:
-    """Return the token ids of a prompt; long work goes to a worker thread.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that has been read.
+
+    Attributes:
+        ids: its tokens; at least one.
+        starts_in_reasoning: it is a conversation, and ends inside a reasoning section.
+    """
+
+    ids: Sequence[int]
+    starts_in_reasoning: bool = False
+
+
+async def read_prompt(model: Model, prompt: PromptInput, path: str, *, add_special: bool = True) -> Prompt:
+    """Return the token ids of a prompt and what they lead to; long work goes to a worker thread.
 
     Args:
         model: whose tokenizer and chat template read it.
@@ -38,11 +52,11 @@ async def prompt_ids(model: Model, prompt: PromptInput, path: str, *, add_specia
         ServiceError: NO_TOKENIZER, NO_CHAT_TEMPLATE, TEMPLATE_REFUSED; INVALID_FIELD where there is no token at all.
     """
     if prompt.token_ids is not None:
-        return prompt.token_ids
+        return Prompt(prompt.token_ids)
     chat = prompt.chat
     if chat is not None:
 
-        def read_chat() -> list[int]:
+        def read_chat() -> Prompt:
             pieces = model.render(
                 chat.messages,
                 tools=chat.tools,
@@ -50,10 +64,11 @@ async def prompt_ids(model: Model, prompt: PromptInput, path: str, *, add_specia
                 arguments=chat.arguments,
             )
             model.check_tokenizer()
-            return model.encode_pieces(pieces)
+            written = [piece.text for piece in pieces if piece.trusted]
+            return Prompt(model.encode_pieces(pieces), model.markers.starts_in_reasoning(written))
 
         try:
-            ids = await asyncio.to_thread(read_chat)
+            read = await asyncio.to_thread(read_chat)
         except ServiceError as error:
             if error.reason is Reason.TEMPLATE_REFUSED:
                 error.field = f"{path}{error.field}"
@@ -62,12 +77,12 @@ async def prompt_ids(model: Model, prompt: PromptInput, path: str, *, add_specia
         text = prompt.text or ""
         add = add_special if prompt.add_special_tokens is None else prompt.add_special_tokens
 
-        def read_text() -> list[int]:
+        def read_text() -> Prompt:
             model.check_tokenizer()
-            return model.encode(text, add_special=add, parse_special=prompt.parse_special)
+            return Prompt(model.encode(text, add_special=add, parse_special=prompt.parse_special))
 
-        ids = await asyncio.to_thread(read_text) if len(text) > _LONG_TEXT else read_text()
-    if not ids:
+        read = await asyncio.to_thread(read_text) if len(text) > _LONG_TEXT else read_text()
+    if not read.ids:
         name = "chat" if chat is not None else "text"
         raise InvalidFieldError([(f"{path}{name}", "gives no token at all; a prompt needs at least one")])
-    return ids
+    return read

@@ -30,7 +30,7 @@ from xllm_service.interceptors import principal
 from xllm_service.servicers.events import EventMaker
 from xllm_service.servicers.live_call import live_call
 from xllm_service.servicers.ownership import Ownership, parse_slot_name, slot_name
-from xllm_service.servicers.prompt import check_digest, prompt_ids
+from xllm_service.servicers.prompt import check_digest, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explain, explained, find_slot, no_slot, owned_slot
@@ -144,7 +144,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         ) as live:
             with explained("Prefill", [owned], prompt_field=request.WhichOneof("input") or ""):
                 is_first = owned.info.state is SlotState.ACQUIRED
-                ids = await prompt_ids(engine.model, prompt, "", add_special=is_first)
+                ids = (await read_prompt(engine.model, prompt, "", add_special=is_first)).ids
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
                 make.clock.submitted = time.monotonic()
                 slot = owned.ownership.slot
