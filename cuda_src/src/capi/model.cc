@@ -243,7 +243,8 @@ xllm_status xllm_model_encode(const xllm_model *model, const xllm_text *texts, s
     for (size_t i = 0; i < num_texts; ++i) {
       require_array(texts[i].data, texts[i].size, "texts");
       if (texts[i].size == 0) continue;
-      segments.push_back({{texts[i].data, texts[i].size}, texts[i].trusted > 0, texts[i].trusted < 0});
+      segments.push_back(
+          {{texts[i].data, texts[i].size}, texts[i].trusted > 0, texts[i].trusted < 0});
     }
     const std::vector<int32_t> ids =
         model->file->tokenizer().encode_segments(segments, add_special != 0);
