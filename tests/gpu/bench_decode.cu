@@ -140,6 +140,21 @@ double graph_ms(cuda::CudaBackend *backend, const Issue &issue) {
   return static_cast<double>(times[times.size() / 2]);
 }
 
+// "WARPS:STAGES:CTAS:THREADS" (0: as usual), with "-" for launches that are not dependent and "n"
+// for norms of their own behind it.
+struct Variant {
+  int warps = 0, stages = 0, ctas = 0, threads = 0;
+  bool is_dependent = true, defers = true;
+};
+
+Variant parse_variant(const std::string &text) {
+  Variant v;
+  (void)std::sscanf(text.c_str(), "%d:%d:%d:%d", &v.warps, &v.stages, &v.ctas, &v.threads);
+  v.is_dependent = text.find('-') == std::string::npos;
+  v.defers = text.find('n') == std::string::npos;
+  return v;
+}
+
 double median(std::vector<double> v) {
   std::sort(v.begin(), v.end());
   return v[v.size() / 2];
@@ -273,45 +288,47 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                    {"ffn_ms", with_rate(ffn, bytes.ffn)},
                    {"head_ms", with_rate(head, bytes.head)}});
     }
-    // What the shape of the rings does, norms of their own, and dependent
-    // launches.
-    if (options.has_variants && (bs == 1 || bs == 8)) {
-      const cuda::Device usual = backend.device();
-      struct Variant {
-        int ctas, stages;
-        bool is_dependent, defers;
-      };
-      for (const Variant &v : {Variant{3, 4, true, true},
-                               {3, 4, true, false},
-                               {3, 3, true, true},
-                               {2, 4, true, true},
-                               {3, 4, false, true}}) {
-        backend.device() = usual;
-        backend.device().ctas_per_sm = v.ctas;
-        backend.device().ring_stages = v.stages;
-        backend.device().has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
-        backend.set_deferred_norms(v.defers);
-        const double step = graph_ms(&backend, [&] {
-          for (int i = 0; i < shape.layers; ++i) {
-            backend.qkv(*engine.workspace, *engine.weights, i, engine.kv, b);
-            backend.attention(*engine.workspace, *engine.weights, i, engine.kv, b);
-            backend.o_proj(*engine.workspace, *engine.weights, i, b);
-            backend.ffn(*engine.workspace, *engine.weights, i, b);
-          }
-          backend.head(*engine.workspace, *engine.weights, b);
+    // What other shapes of the kernels' CTAs and rings do, and norms and launches of their own.
+    const cuda::Device usual = backend.device();
+    for (const std::string &text : options.variants) {
+      const Variant v = parse_variant(text);
+      cuda::Device &device = backend.device();
+      device = usual;
+      for (int &warps : device.few_warps) warps = v.warps > 0 ? v.warps : warps;
+      if (v.stages > 0) device.ring_stages = v.stages;
+      if (v.ctas > 0) device.few_ctas = v.ctas;
+      if (v.threads > 0) device.few_threads = v.threads;
+      device.has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
+      backend.set_deferred_norms(v.defers);
+      auto &ws = *engine.workspace;
+      const auto &w = *engine.weights;
+      const double step = graph_ms(&backend, [&] {
+        for (int i = 0; i < shape.layers; ++i) {
+          backend.qkv(ws, w, i, engine.kv, b);
+          backend.attention(ws, w, i, engine.kv, b);
+          backend.o_proj(ws, w, i, b);
+          backend.ffn(ws, w, i, b);
+        }
+        backend.head(ws, w, b);
+      });
+      const auto each_us = [&](const auto &stage) {
+        const double ms = graph_ms(&backend, [&] {
+          for (int i = 0; i < shape.layers; ++i) stage(i);
         });
-        report->row({{"bench", "variant"},
-                     {"model", name},
-                     {"bs", std::to_string(bs)},
-                     {"ctas_per_sm", std::to_string(v.ctas)},
-                     {"stages", std::to_string(v.stages)},
-                     {"deferred_norms", v.defers ? "yes" : "no"},
-                     {"dependent_launch", v.is_dependent ? "yes" : "no"},
-                     {"layers_and_head_ms", number(step)}});
-      }
-      backend.device() = usual;
-      backend.set_deferred_norms(true);
+        return number(ms / shape.layers * 1e3);
+      };
+      report->row({{"bench", "variant"},
+                   {"model", name},
+                   {"bs", std::to_string(bs)},
+                   {"variant", text},
+                   {"layers_and_head_ms", number(step)},
+                   {"qkv_us", each_us([&](int i) { backend.qkv(ws, w, i, engine.kv, b); })},
+                   {"o_us", each_us([&](int i) { backend.o_proj(ws, w, i, b); })},
+                   {"ffn_us", each_us([&](int i) { backend.ffn(ws, w, i, b); })},
+                   {"head_us", number(1e3 * graph_ms(&backend, [&] { backend.head(ws, w, b); }))}});
     }
+    backend.device() = usual;
+    backend.set_deferred_norms(true);
     for (TestSequence &s : seqs) engine.release(&s);
   }
 }

@@ -1,6 +1,7 @@
 // cuda_backend_check [--parts repack,matmul,stages,invariance,bandwidth,decode] [--models
 // NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
-//                    [--steps N] [--context N] [--quick] [--no-breakdown] [--json PATH] [--verbose]
+//                    [--steps N] [--context N] [--quick] [--no-breakdown] [--variants W:S:C:T,...]
+//                    [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
 #include <algorithm>
 #include <cstdlib>
@@ -38,7 +39,8 @@ int main(int argc, char **argv) {
     } else if (flag == "--quick") {
       options.is_quick = true;
     } else if (flag == "--no-breakdown") {
-      options.has_breakdown = options.has_variants = false;
+      options.has_breakdown = false;
+      options.variants.clear();
     } else if (flag == "--parts") {
       parts = split(value), ++i;
     } else if (flag == "--models") {
@@ -47,6 +49,8 @@ int main(int argc, char **argv) {
       options.batch_sizes.clear();
       for (const std::string &n : split(value)) options.batch_sizes.push_back(std::atoi(n.c_str()));
       ++i;
+    } else if (flag == "--variants") {
+      options.variants = split(value), ++i;
     } else if (flag == "--steps") {
       options.num_steps = std::atoi(value), ++i;
     } else if (flag == "--context") {

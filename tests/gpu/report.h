@@ -83,7 +83,7 @@ struct Options {
   int context = 128;
   double read_bandwidth = 4.66e12;
   bool has_breakdown = true;
-  bool has_variants = true;
+  std::vector<std::string> variants = {"0", "0n", "0-"};  // bench_decode.cu
   bool is_quick = false;
 };
 void check_repack(Report *report);

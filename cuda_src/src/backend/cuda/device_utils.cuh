@@ -93,29 +93,54 @@ __device__ __forceinline__ uint4 load_once_16(const void *global) {
 
 // ---- tensor cores ----
 
-// d += a * b, int8 [16, 32] x [32, 8]. Lane 4g + t holds a: rows g, g + 8 at k = 4t.. and k = 16 +
-// 4t.. (order: (g, lo), (g + 8, lo), (g, hi), (g + 8, hi)); b: column g at k = 4t.. and 16 + 4t..;
-// d: rows g, g, g + 8, g + 8 at columns 2t, 2t + 1. sm_80 and up.
+// d = a * b + c, int8 [16, 32] x [32, 8]. Lane 4g + t holds a: rows g, g + 8 at k = 4t.. and k = 16
+// + 4t.. (order: (g, lo), (g + 8, lo), (g, hi), (g + 8, hi)); b: column g at k = 4t.. and 16 +
+// 4t..; c, d: rows g, g, g + 8, g + 8 at columns 2t, 2t + 1. sm_80 and up.
 __device__ __forceinline__ void mma_s8_k32(int (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                           uint32_t b1) {
+                                           uint32_t b1, const int (&c)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
-      "%9}, {%0, %1, %2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]),
+        "r"(c[2]), "r"(c[3]));
 #endif
 }
 
-// The same over 16 of the k: a holds (g, 4t..), (g + 8, 4t..), b column g at 4t...
-__device__ __forceinline__ void mma_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+// The same with unsigned bytes in a.
+__device__ __forceinline__ void mma_u8_k32(int (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1, const int (&c)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
-      "%2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a0), "r"(a1), "r"(b0));
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]),
+        "r"(c[2]), "r"(c[3]));
 #endif
+}
+
+// int8 over 16 of the k: a holds (g, 4t..), (g + 8, 4t..), b column g at 4t...
+__device__ __forceinline__ void mma_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0,
+                                           const int (&c)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %8, "
+      "%9, %10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+#endif
+}
+
+// d += a * b.
+__device__ __forceinline__ void mma_s8_k32(int (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1) {
+  mma_s8_k32(d, a, b0, b1, d);
+}
+__device__ __forceinline__ void mma_u8_k32(int (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1) {
+  mma_u8_k32(d, a, b0, b1, d);
+}
+__device__ __forceinline__ void mma_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  mma_s8_k16(d, a0, a1, b0, d);
 }
 
 // d += a * b, f16 [16, 16] x [16, 8] into f32. Lane 4g + t holds a: (g, 2t..), (g + 8, 2t..), (g,
@@ -155,9 +180,16 @@ __device__ __forceinline__ void mma_f16_k16(float (&d)[4], const uint32_t (&a)[4
 #endif
 }
 
-// acc + the dot product of four int8 pairs.
+// acc + the dot product of four pairs, b int8, a int8 or u8.
+template <bool kUnsigned>
 __device__ __forceinline__ int dot4(uint32_t a, uint32_t b, int acc) {
-  return __dp4a(static_cast<int>(a), static_cast<int>(b), acc);
+  if constexpr (kUnsigned) {
+    int d;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(acc));
+    return d;
+  } else {
+    return __dp4a(static_cast<int>(a), static_cast<int>(b), acc);
+  }
 }
 
 // ---- reductions in a fixed order ----
@@ -170,16 +202,24 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 __device__ __forceinline__ int warp_sum(int v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffffu, v);
+#else
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(0xffffffffu, v, offset);
   return v;
+#endif
 }
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, v);
+#else
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1)
     v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
   return v;
+#endif
 }
 
 // Sum over a CTA of kThreads threads, the same value in each; `shared` holds kThreads / 32 floats.

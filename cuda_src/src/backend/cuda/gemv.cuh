@@ -37,14 +37,13 @@ __device__ __forceinline__ void quad_reduce(int (&v)[kTokens], int t) {
 }
 
 template <int kType, int kStep, int kTokens>
-__device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Scales &scales,
+__device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Factors &factors,
                                          const uint32_t (&a)[4], const uint8_t *codes,
                                          const float2 *ds, int t,
                                          float (&acc)[2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
   constexpr int kOwned = (kTokens + 3) / 4;
-  float dw[2][Tile::kNumScales], shift[2] = {0, 0};
-  Tile::template step_scales<kStep>(scales, dw, shift);
+  constexpr bool kUnsigned = Tile::kHighInPlace && kStep == 1;
   uint2 b[kTokens];
 #pragma unroll
   for (int m = 0; m < kTokens; ++m) b[m] = *reinterpret_cast<const uint2 *>(codes + m * kActBlock);
@@ -59,40 +58,40 @@ __device__ __forceinline__ void dot_step(const typename WeightTile<kType>::Scale
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) {
         if (Tile::kHalfBlocks) {
-          dot[m] = dot4(a[2 * h + r], h == 0 ? b[m].x : b[m].y, 0);
+          dot[m] = dot4<kUnsigned>(a[2 * h + r], h == 0 ? b[m].x : b[m].y, 0);
         } else {
-          dot[m] = dot4(a[2 + r], b[m].y, dot4(a[r], b[m].x, 0));
+          dot[m] = dot4<kUnsigned>(a[2 + r], b[m].y, dot4<kUnsigned>(a[r], b[m].x, 0));
         }
       }
       quad_reduce<kTokens>(dot, t);
 #pragma unroll
       for (int i = 0; i < kOwned; ++i) {
-        acc[r][i] =
-            __fmaf_rn(dw[r][h], __fmul_rn(static_cast<float>(dot[i]), scale[i].x), acc[r][i]);
+        acc[r][i] = __fmaf_rn(factors.dw[kStep][r][h],
+                              __fmul_rn(static_cast<float>(dot[i]), scale[i].x), acc[r][i]);
       }
     }
     if (Tile::kHasMin) {
 #pragma unroll
-      for (int i = 0; i < kOwned; ++i) acc[r][i] = __fmaf_rn(shift[r], scale[i].y, acc[r][i]);
+      for (int i = 0; i < kOwned; ++i)
+        acc[r][i] = __fmaf_rn(factors.shift[kStep][r], scale[i].y, acc[r][i]);
     }
   }
 }
 
-template <int kType, int kUnit, int kTokens>
-__device__ __forceinline__ void dot_unit(const uint8_t *chunk, int lane, const uint8_t *codes,
-                                         const float2 *ds,
-                                         typename WeightTile<kType>::Scales &scales,
-                                         float (&acc)[kNumChains][2][(kTokens + 3) / 4]) {
+template <int kType, int kTokens>
+__device__ __forceinline__ void dot_unit(const uint8_t *chunk, int unit, int lane,
+                                         const uint8_t *codes, const float2 *ds,
+                                         float (&acc)[2][(kTokens + 3) / 4]) {
   using Tile = WeightTile<kType>;
-  if (!Tile::kKQuant) Tile::load_scales(chunk + kUnit * Tile::kUnitBytes, lane >> 2, &scales);
+  typename Tile::Factors factors;
+  Tile::load_factors(chunk, unit, lane >> 2, &factors);
   uint32_t a[2][4];
-  Tile::load_codes(chunk, kUnit, lane, a);
-  constexpr int kFirst = Tile::kKQuant ? 2 * kUnit : 0;
+  Tile::load_codes(chunk, unit, lane, a);
   constexpr int kBlockBytes = kActGroup * kActBlock;
-  dot_step<kType, kFirst, kTokens>(scales, a[0], codes + 2 * kUnit * kBlockBytes,
-                                   ds + 2 * kUnit * kActGroup, lane & 3, acc[kUnit]);
-  dot_step<kType, kFirst + 1, kTokens>(scales, a[1], codes + (2 * kUnit + 1) * kBlockBytes,
-                                       ds + (2 * kUnit + 1) * kActGroup, lane & 3, acc[kUnit]);
+  dot_step<kType, 0, kTokens>(factors, a[0], codes + 2 * unit * kBlockBytes,
+                              ds + 2 * unit * kActGroup, lane & 3, acc);
+  dot_step<kType, 1, kTokens>(factors, a[1], codes + (2 * unit + 1) * kBlockBytes,
+                              ds + (2 * unit + 1) * kActGroup, lane & 3, acc);
 }
 
 template <int kType, int kTokens>
@@ -109,12 +108,10 @@ __device__ __forceinline__ void dot_slice(const MatmulArgs &args, const uint8_t 
         reinterpret_cast<const uint8_t *>(args.act.codes) + entry * kActBlock + (lane & 3) * 8;
     const float2 *ds = args.act.scales + entry;
     const int units = min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk);
-    typename Tile::Scales scales;
-    if (Tile::kKQuant) Tile::load_scales(at, lane >> 2, &scales);
-    dot_unit<kType, 0, kTokens>(at, lane, codes, ds, scales, acc);
-    if (Tile::kKQuant || units > 1) dot_unit<kType, 1, kTokens>(at, lane, codes, ds, scales, acc);
-    if (Tile::kKQuant || units > 2) dot_unit<kType, 2, kTokens>(at, lane, codes, ds, scales, acc);
-    if (Tile::kKQuant || units > 3) dot_unit<kType, 3, kTokens>(at, lane, codes, ds, scales, acc);
+#pragma unroll
+    for (int u = 0; u < kUnitsPerChunk; ++u) {
+      if (Tile::kKQuant || u < units) dot_unit<kType, kTokens>(at, u, lane, codes, ds, acc[u]);
+    }
   }
 }
 
@@ -129,14 +126,13 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
   const int num_chunks = (args.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
   const int first_chunk = slice_first_chunk(warp, args.num_slices, num_chunks);
   const int end_chunk = slice_first_chunk(warp + 1, args.num_slices, num_chunks);
-  const int tiles = group_tiles(args.epilogue);
+  const int tiles = group_tiles(args);
   const int group = static_cast<int>(blockIdx.x);
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const GroupOutputs before = outputs_before(args, kTokens, group);
   int s = 0, tile = 0;
   for (int index = 0; index < tiles; ++index) {
-    find_tile(args, group, index, &s, &tile);
+    if (!find_tile(args, group, index, &s, &tile)) continue;
     const MatmulSegment &segment = args.segments[s];
     const uint8_t *from = segment.tiles + tile * segment.tile_bytes;
     float acc[kNumChains][2][kOwned] = {};
@@ -179,7 +175,16 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
     }
   }
   __syncthreads();
-  finish_group(args, partials, kTokens, group, before);
+  for (int token = warp; token < args.num_tokens; token += args.num_slices) {
+    finish_token(args, group, token, outputs_before(args, token, group), [&](int index, int row) {
+      const float *p = partials + (index * args.num_slices * kTileRows + row) * kTokens + token;
+      float v[kMaxSlices];
+#pragma unroll
+      for (int i = 0; i < kMaxSlices; ++i)
+        v[i] = i < args.num_slices ? p[i * kTileRows * kTokens] : 0.0f;
+      return sum_slices(v, args.num_slices);
+    });
+  }
 }
 
 }  // namespace cuda

@@ -3,7 +3,7 @@
 
 #include "backend/cuda/gemv.cuh"
 #include "backend/cuda/matmul.h"
-#include "backend/cuda/mma_small.cuh"
+#include "backend/cuda/mma_few.cuh"
 #include "backend/cuda/mma_tile.cuh"
 #include "backend/cuda/plain_matmul.cuh"
 #include "backend/cuda/repack.h"
@@ -43,40 +43,29 @@ void set_slices(int64_t cols, MatmulArgs *args) {
 
 // ---- launchers ----
 
+int num_tiles(const MatmulArgs &args) {
+  int tiles = 0;
+  for (int i = 0; i < args.num_segments; ++i) tiles += args.segments[i].num_tiles;
+  return tiles;
+}
+
+// Tiles of a group, as group_tiles on the device; for kStore and kAddTo `tiles` at once.
+int set_groups(MatmulArgs *args, int tiles) {
+  if (args->epilogue == kSwiGlu) return 4;
+  if (args->epilogue == kAddNorm) return 2;
+  args->tiles_per_group = tiles;
+  args->num_groups = (num_tiles(*args) + tiles - 1) / tiles;
+  return tiles;
+}
+
 void launch_gemv(const Launch &launch, MatmulArgs args) {
+  const int tiles = set_groups(&args, 1);
   const int width = args.num_tokens == 1 ? 1 : args.num_tokens <= 4 ? 4 : 8;
   const size_t shared =
-      static_cast<size_t>(group_tiles(args.epilogue) * args.num_slices * kTileRows * width) *
-      sizeof(float);
+      static_cast<size_t>(tiles * args.num_slices * kTileRows * width) * sizeof(float);
   const auto kernel = width == 1 ? gemv_kernel<1> : width == 4 ? gemv_kernel<4> : gemv_kernel<8>;
   launch_kernel(launch, "gemv", kernel, dim3(static_cast<unsigned>(args.num_groups)),
                 static_cast<unsigned>(args.num_slices * kWarp), shared, args);
-}
-
-// As deep a ring as fits a CTA's share of an SM, or as one CTA can have where even the shallowest
-// is too big for that; 0 where nothing fits.
-template <typename SharedWith>
-int ring_depth(const Device &device, int share, const SharedWith &shared_with) {
-  for (const int limit : {std::min(device.max_shared_bytes, share), device.max_shared_bytes}) {
-    for (const int stages : {8, 6, 4, 3, 2}) {
-      if (stages <= device.ring_stages && shared_with(stages) <= limit - kStaticShared)
-        return stages;
-    }
-  }
-  return 0;
-}
-
-int share_of(const Device &device, int ctas_per_sm) {
-  return device.shared_bytes_per_sm / std::max(1, ctas_per_sm) - kReservedSharedPerCta;
-}
-
-// How many CTAs share an SM and how many of them there are; a CTA takes groups in turn.
-unsigned resident_grid(const Device &device, int num_groups, int registers, int threads,
-                       int shared) {
-  const int by_registers = device.registers_per_sm / ((registers + 7) / 8 * 8 * threads);
-  const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
-  const int per_sm = std::max(1, std::min(by_shared, by_registers));
-  return static_cast<unsigned>(std::min(num_groups, device.num_sms * per_sm));
 }
 
 [[noreturn]] void refuse_columns(const MatmulArgs &args) {
@@ -85,43 +74,105 @@ unsigned resident_grid(const Device &device, int num_groups, int registers, int 
                   " columns is wider than the matrix kernels can take; use the CPU backend");
 }
 
-using SmallKernel = void (*)(MatmulArgs);
+using FewKernel = void (*)(MatmulArgs);
+constexpr TypeSet kTypeSets[] = {TypeSet::kQ4KQ6K, TypeSet::kQ8_0, TypeSet::kAll};
 
-SmallKernel small_kernel(bool is_one, bool is_double) {
-  if (is_double) return is_one ? mma_small_kernel<true, 2> : mma_small_kernel<false, 2>;
-  return is_one ? mma_small_kernel<true, 1> : mma_small_kernel<false, 1>;
+template <TypeSet kSet>
+FewKernel few_kernel_of(int tokens) {
+  return tokens == 1   ? mma_few_kernel<1, kSet>
+         : tokens == 2 ? mma_few_kernel<2, kSet>
+         : tokens == 4 ? mma_few_kernel<4, kSet>
+                       : mma_few_kernel<8, kSet>;
 }
 
-void launch_mma_small(const Launch &launch, MatmulArgs args) {
+FewKernel few_kernel(TypeSet set, int tokens) {
+  return set == TypeSet::kQ4KQ6K ? few_kernel_of<TypeSet::kQ4KQ6K>(tokens)
+         : set == TypeSet::kQ8_0 ? few_kernel_of<TypeSet::kQ8_0>(tokens)
+                                 : few_kernel_of<TypeSet::kAll>(tokens);
+}
+
+TypeSet type_set_of(const MatmulArgs &args) {
+  for (const TypeSet set : {TypeSet::kQ4KQ6K, TypeSet::kQ8_0}) {
+    bool has_all = true;
+    for (int i = 0; i < args.num_segments; ++i)
+      has_all = has_all && contains(set, args.segments[i].type);
+    if (has_all) return set;
+  }
+  return TypeSet::kAll;
+}
+
+int padded_tokens(int num_tokens) {
+  int pad = 1;
+  while (pad < num_tokens) pad *= 2;
+  return pad;
+}
+
+int few_shared_bytes(int num_units, int num_slices, int stage_bytes, int group_tiles, int tokens,
+                     int warps, int stages) {
+  return few_barrier_bytes(warps, stages) + warps * stages * stage_bytes +
+         staged_acts_bytes(num_units, tokens) + warps * few_factor_bytes(tokens) +
+         few_partials_bytes(group_tiles, num_slices, tokens);
+}
+
+// How many tiles of 16 rows a CTA finishes at once where the epilogue leaves the choice: as many as
+// give its warps a slice each without making the last wave of CTAs emptier.
+int choose_group(const Device &device, const MatmulArgs &args, int max_warps) {
+  const int tiles = num_tiles(args);
+  int best = 1, best_cost = 0;
+  for (int n = 1; n <= 4; ++n) {
+    if (n > 1 && n * args.num_slices > max_warps) break;
+    const int groups = (tiles + n - 1) / n;
+    const int cost = (groups + device.num_sms - 1) / device.num_sms * n;
+    if (n == 1 || cost <= best_cost) best = n, best_cost = cost;
+  }
+  return best;
+}
+
+void launch_mma_few(const Launch &launch, MatmulArgs args) {
   const Device &device = *launch.device;
   args.stage_bytes = largest_chunk(args);
-  int pad = 1;
-  while (pad < args.num_tokens) pad *= 2;
-  const bool is_double = args.epilogue == kAddNorm || (args.epilogue == kSwiGlu && pad > 1);
-  args.tiles_at_once = is_double ? 2 : 1;
-  const int warps = args.num_slices * args.tiles_at_once;
+  const int tokens = padded_tokens(args.num_tokens);
+  const int max_warps = std::min(kFewMaxWarps, device.few_warps[tokens == 1   ? 0
+                                                                : tokens == 2 ? 1
+                                                                : tokens == 4 ? 2
+                                                                              : 3]);
+  const int tiles = set_groups(&args, choose_group(device, args, max_warps));
+  const int jobs = tiles * args.num_slices;
+  const int rounds = (jobs + max_warps - 1) / max_warps;
+  const int warps = (jobs + rounds - 1) / rounds;
   const auto shared_with = [&](int stages) {
-    return warps * stages * args.stage_bytes + staged_acts_bytes(args.num_units, pad) +
-           mma_small_partials_bytes(group_tiles(args.epilogue), args.num_slices, pad);
+    return few_shared_bytes(args.num_units, args.num_slices, args.stage_bytes, tiles, tokens, warps,
+                            stages);
   };
   // A very long K leaves no room for 8 tokens at once: fewer, more often.
-  if (shared_with(2) > device.max_shared_bytes - kStaticShared && pad > 1) {
-    const int first = args.first_token, count = args.num_tokens, half = pad / 2;
+  if (shared_with(1) > device.max_shared_bytes - kStaticShared && tokens > 1) {
+    const int first = args.first_token, count = args.num_tokens, half = tokens / 2;
     args.num_tokens = half;
-    launch_mma_small(launch, args);
+    launch_mma_few(launch, args);
     args.first_token = first + half;
     args.num_tokens = count - half;
-    launch_mma_small(launch, args);
+    launch_mma_few(launch, args);
     return;
   }
-  args.token_pad = pad;
-  const int wanted = is_double ? 1 : pad == 1 ? device.ctas_per_sm : device.ctas_per_sm - 1;
-  args.num_stages = ring_depth(device, share_of(device, wanted), shared_with);
+  // As deep a ring as leaves room for a CTA of the next kernel; where that is less than two stages,
+  // as the whole SM allows.
+  const int share = std::min(device.max_shared_bytes,
+                             device.shared_bytes_per_sm / device.few_ctas - kReservedSharedPerCta);
+  args.num_stages = 0;
+  for (const int limit : {share, device.max_shared_bytes}) {
+    if (args.num_stages >= 2) break;
+    for (int stages = 1; stages <= std::min(kFewMaxStages, device.ring_stages); ++stages) {
+      if (shared_with(stages) <= limit - kStaticShared) args.num_stages = stages;
+    }
+  }
   if (args.num_stages == 0) refuse_columns(args);
   const int shared = shared_with(args.num_stages), threads = warps * kWarp;
-  const int registers = device.mma_small_registers[is_double ? 1 : 0][pad == 1 ? 0 : 1];
-  const unsigned grid = resident_grid(device, args.num_groups, registers, threads, shared);
-  launch_kernel(launch, "mma_small", small_kernel(pad == 1, is_double), dim3(grid),
+  const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
+  const int by_threads = std::max(1, device.few_threads / threads);
+  const int per_sm = std::max(1, std::min(by_shared, by_threads));
+  const TypeSet set = type_set_of(args);
+  launch_kernel(launch, "mma_few", few_kernel(set, tokens),
+                dim3(static_cast<unsigned>(std::min(args.num_groups, device.num_sms * per_sm))),
                 static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
 }
 
@@ -163,7 +214,7 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product *product, in
       launch_gemv(launch, args);
     } else if (left <= 8) {
       args.num_tokens = left;
-      launch_mma_small(launch, args);
+      launch_mma_few(launch, args);
     } else {
       args.num_tokens = std::min(left, kMaxTileTokens);
       if (product != nullptr &&
@@ -242,18 +293,9 @@ void prepare_matmul(Device *device) {
                              reinterpret_cast<const void *>(mma_tile_kernel<8>)}) {
     opt_in(kernel);
   }
-  const auto registers = [](const void *kernel) {
-    cudaFuncAttributes attributes = {};
-    check(cudaFuncGetAttributes(&attributes, kernel), "ask for a kernel's registers");
-    return attributes.numRegs;
-  };
-  for (const int is_double : {0, 1}) {
-    for (const int is_one : {0, 1}) {
-      const void *kernel =
-          reinterpret_cast<const void *>(small_kernel(is_one == 1, is_double == 1));
-      opt_in(kernel);
-      device->mma_small_registers[is_double][1 - is_one] = registers(kernel);
-    }
+  for (const TypeSet set : kTypeSets) {
+    for (const int tokens : {1, 2, 4, 8})
+      opt_in(reinterpret_cast<const void *>(few_kernel(set, tokens)));
   }
 }
 
@@ -262,14 +304,11 @@ bool can_defer_norm(const Device &device, const FusedMatrix &matrix, int num_tok
   const DeviceMatrix &part = matrix.parts.front();
   if (is_plain(part.type) || part.rows % kActBlock != 0) return false;
   const SlicePlan plan = slice_plan(part.cols);
-  int pad = 1;
-  while (pad < num_tokens) pad *= 2;
-  const int shared = 2 * plan.num_slices * 2 * static_cast<int>(chunk_bytes(part.type)) +
-                     staged_acts_bytes(plan.num_units, pad) +
-                     mma_small_partials_bytes(2, plan.num_slices, pad);
-  // With more tokens than one a kernel of its own is faster where this one leaves SMs idle.
-  const bool fills_device = part.rows / kActBlock * 2 > device.num_sms;
-  return shared <= device.max_shared_bytes - kStaticShared && (num_tokens == 1 || fills_device);
+  const int warps = std::min(2 * plan.num_slices, kFewMaxWarps);
+  const int shared =
+      few_shared_bytes(plan.num_units, plan.num_slices, static_cast<int>(chunk_bytes(part.type)), 2,
+                       padded_tokens(num_tokens), warps, 1);
+  return shared <= device.max_shared_bytes - kStaticShared;
 }
 
 void matmul_norm(const Launch &launch, const Product &product, const float *norm_weight,
@@ -288,7 +327,7 @@ void matmul_norm(const Launch &launch, const Product &product, const float *norm
   args.act_out = act_out;
   args.norm_weight = norm_weight;
   args.squares_out = squares;
-  launch_mma_small(launch, args);
+  launch_mma_few(launch, args);
 }
 
 void matmul(const Launch &launch, const Product &product) {
@@ -309,7 +348,6 @@ void matmul(const Launch &launch, const Product &product) {
     } else {
       const MatmulSegment segment = segment_of(part, row);
       args.segments[args.num_segments++] = segment;
-      args.num_groups += segment.num_tiles;
     }
     row += part.rows;
   }

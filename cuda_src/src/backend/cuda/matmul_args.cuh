@@ -22,6 +22,10 @@ namespace cuda {
 constexpr int kMaxSlices = 8;
 constexpr int kNumChains = kUnitsPerChunk;
 
+// 1.5 * 2^23: an accumulator that starts at these bits reads as f32 12582912 + dot, |dot| < 2^22.
+constexpr int kMagicBits = 0x4B400000;
+constexpr float kMagic = 12582912.0f;
+
 // How many slices K is cut into: a power of two, the fewest that are no longer than 5 chunks, and
 // at most 8.
 XLLM_HOST_DEVICE int num_slices_of(int num_chunks) {
@@ -72,16 +76,14 @@ struct MatmulArgs {
   int num_segments;
   int num_units;  // of K, 64 columns each
   int num_slices;
-  int num_groups;  // units of work of a CTA: a tile; for kSwiGlu 4 tiles (2 of gate, 2 of up), for
-                   // kAddNorm 2
+  int num_groups;       // units of work of a CTA, of group_tiles(args) tiles
+  int tiles_per_group;  // for kStore and kAddTo
   ActView act;
   DeferredNorm norm_in;  // of act
   int first_token;       // a multiple of 8
   int num_tokens;        // of this launch
-  int token_pad;         // mma_small: 1, 2, 4 or 8 >= num_tokens
-  int stage_bytes;  // shared memory of one ring stage of one warp (mma_small) or tile (mma_tile)
+  int stage_bytes;       // shared memory of one ring stage of one warp (mma_few) or tile (mma_tile)
   int num_stages;
-  int tiles_at_once;  // mma_small: 1, or all of a group
   int epilogue;
   float *out;  // [token, out_stride] f32
   int64_t out_stride;
@@ -91,24 +93,31 @@ struct MatmulArgs {
   float *squares_out;        // [8 tokens][num_groups]
 };
 
-// One tile of the work: which segment, and which of its tiles.
-__device__ __forceinline__ void find_tile(const MatmulArgs &args, int group, int index,
+// Tiles of a group: what a CTA finishes at once. 2 of gate and 2 of up for kSwiGlu; 2, a block of
+// the output, for kAddNorm.
+__device__ __forceinline__ int group_tiles(const MatmulArgs &args) {
+  return args.epilogue == kSwiGlu ? 4 : args.epilogue == kAddNorm ? 2 : args.tiles_per_group;
+}
+
+// One tile of the work: which segment, and which of its tiles. False past the last one.
+__device__ __forceinline__ bool find_tile(const MatmulArgs &args, int group, int index,
                                           int *segment, int *tile) {
   if (args.epilogue == kSwiGlu) {
     *segment = index >> 1;
     *tile = 2 * group + (index & 1);
-    return;
+    return true;
   }
   if (args.epilogue == kAddNorm) {
     *segment = 0;
     *tile = 2 * group + index;
-    return;
+    return true;
   }
-  int s = 0, t = group;
+  int s = 0, t = group * args.tiles_per_group + index;
   while (s + 1 < args.num_segments && t >= args.segments[s].num_tiles)
     t -= args.segments[s++].num_tiles;
   *segment = s;
   *tile = t;
+  return t < args.segments[s].num_tiles;
 }
 
 // Store or add one finished output.

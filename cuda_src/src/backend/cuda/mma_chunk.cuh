@@ -12,9 +12,6 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kMagicBits = 0x4B400000;
-constexpr float kMagic = 12582912.0f;
-
 // Where a lane finds its activations: address of (group 0, block 0), and the strides in bytes.
 struct LaneActs {
   const uint8_t *codes;   // 8 bytes of token g (or a token that stands for it)
@@ -24,12 +21,12 @@ struct LaneActs {
 
 // kOne: a single token; only lanes with t = 0 hold results, in acc[0][0] and acc[0][2].
 template <int kType, int kStep, int kGroups, bool kOne>
-__device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scales &scales,
+__device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Factors &factors,
                                          const uint32_t (&a)[4], const LaneActs &acts, int block,
                                          float (&acc)[kGroups][4]) {
   using Tile = WeightTile<kType>;
-  float dw[2][Tile::kNumScales], shift[2] = {0, 0};
-  Tile::template step_scales<kStep>(scales, dw, shift);
+  const auto &dw = factors.dw[kStep];
+  const auto &shift = factors.shift[kStep];
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
     const uint2 b = *reinterpret_cast<const uint2 *>(acts.codes + n * acts.codes_group +
@@ -50,6 +47,8 @@ __device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scale
       int c[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
       if (Tile::kHalfBlocks) {
         mma_s8_k16(c, a[2 * h], a[2 * h + 1], h == 0 ? b.x : b.y);
+      } else if (Tile::kHighInPlace && kStep == 1) {
+        mma_u8_k32(c, a, b.x, b.y);
       } else {
         mma_s8_k32(c, a, b.x, b.y);
       }
@@ -71,37 +70,22 @@ __device__ __forceinline__ void mma_step(const typename WeightTile<kType>::Scale
   }
 }
 
-template <int kType, int kUnit, int kGroups, bool kOne>
-__device__ __forceinline__ void mma_unit(const uint8_t *chunk, int lane, const LaneActs &acts,
-                                         typename WeightTile<kType>::Scales &scales,
-                                         float (&acc)[kNumChains][kGroups][4]) {
-  using Tile = WeightTile<kType>;
-  if (!Tile::kKQuant) Tile::load_scales(chunk + kUnit * Tile::kUnitBytes, lane >> 2, &scales);
-  uint32_t a[2][4];
-  Tile::load_codes(chunk, kUnit, lane, a);
-  constexpr int kFirst = Tile::kKQuant ? 2 * kUnit : 0;
-  mma_step<kType, kFirst, kGroups, kOne>(scales, a[0], acts, 2 * kUnit, acc[kUnit]);
-  mma_step<kType, kFirst + 1, kGroups, kOne>(scales, a[1], acts, 2 * kUnit + 1, acc[kUnit]);
-}
-
 // `chunk`: the tile's bytes of this chunk; num_units of it exist (4 but at the ragged end); acts
 // point at its first block.
 template <int kType, int kGroups, bool kOne>
 __device__ __forceinline__ void mma_chunk(const uint8_t *chunk, int num_units, int lane,
                                           const LaneActs &acts,
                                           float (&acc)[kNumChains][kGroups][4]) {
-  typename WeightTile<kType>::Scales scales;
-  if (WeightTile<kType>::kKQuant) {
-    WeightTile<kType>::load_scales(chunk, lane >> 2, &scales);
-    mma_unit<kType, 0, kGroups, kOne>(chunk, lane, acts, scales, acc);
-    mma_unit<kType, 1, kGroups, kOne>(chunk, lane, acts, scales, acc);
-    mma_unit<kType, 2, kGroups, kOne>(chunk, lane, acts, scales, acc);
-    mma_unit<kType, 3, kGroups, kOne>(chunk, lane, acts, scales, acc);
-  } else {
-    mma_unit<kType, 0, kGroups, kOne>(chunk, lane, acts, scales, acc);
-    if (num_units > 1) mma_unit<kType, 1, kGroups, kOne>(chunk, lane, acts, scales, acc);
-    if (num_units > 2) mma_unit<kType, 2, kGroups, kOne>(chunk, lane, acts, scales, acc);
-    if (num_units > 3) mma_unit<kType, 3, kGroups, kOne>(chunk, lane, acts, scales, acc);
+  using Tile = WeightTile<kType>;
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    if (!Tile::kKQuant && u >= num_units) break;
+    typename Tile::Factors factors;
+    Tile::load_factors(chunk, u, lane >> 2, &factors);
+    uint32_t a[2][4];
+    Tile::load_codes(chunk, u, lane, a);
+    mma_step<kType, 0, kGroups, kOne>(factors, a[0], acts, 2 * u, acc[u]);
+    mma_step<kType, 1, kGroups, kOne>(factors, a[1], acts, 2 * u + 1, acc[u]);
   }
 }
 

@@ -6,21 +6,32 @@
 // on 16 bytes. K-quants interleave four units (256 columns, a *chunk*), because their scales belong
 // to 256 columns; for the others a unit stands alone and a chunk is four of them, fewer at the end.
 //
-//   type        chunk bytes   (raw) q4_0 unit   lo[512] d[8 g][2 r][2 step] f16 576   16 x 2 x 18
-//   q4_1 unit   lo[512] {d, m}[8 g][2 r][2 step] f16 640   16 x 2 x 20 q5_0 unit   lo[512] hi[128]
-//   d[8][2][2]                                                            704   16 x 2 x 22 q5_1
-//   unit   lo[512] hi[128] {d, m}[8][2][2] 768   16 x 2 x 24 q8_0 unit   code[1024] d[8][2][2] 1088
-//   16 x 2 x 34 q4_k chunk  lo[4][512] {d, dmin, scales[12]}[8 g][2 r] 2304   16 x 144 q5_k chunk
-//   lo[4][512] hi[4][128] {d, dmin, scales[12]}[8][2]                                    2816   16
-//   x 176 q6_k chunk  lo[4][512] hi[4][256] scales[8][2][16] d[8][2] 3360   16 x 210
+//   type        chunk bytes                                                          as in a file
+//   q4_0 unit   lo[512] d[8 g][2 r][2 step] f16                                 576  16 x 2 x 18
+//   q4_1 unit   lo[512] {d, m}[8 g][2 r][2 step] f16                            640  16 x 2 x 20
+//   q5_0 unit   lo[512] hi[128] d[8][2][2]                                      704  16 x 2 x 22
+//   q5_1 unit   lo[512] hi[128] {d, m}[8][2][2]                                 768  16 x 2 x 24
+//   q8_0 unit   code[1024] d[8][2][2]                                          1088  16 x 2 x 34
+//   q4_k chunk  lo[4][512] fields[256]                                         2304  16 x 144
+//   q5_k chunk  lo[4][512] hi[4][128] fields[256]                              2816  16 x 176
+//   q6_k chunk  six[4][512] six[4][256] scales[8 g][4 unit][2 r][4] d[8 g][2 r] 3360  16 x 210
 //
 // Row r of a tile is g = r % 8, r8 = r / 8. Column k of a unit is step = k / 32, h = (k % 32) / 16,
 // t = (k % 16) / 4, j = k % 4. Lane 4g + t of a warp owns, in one 16-byte load, the codes that the
-// A operand of an int8 mma wants of it for two steps:
-//   lo    byte lane * 16 + (2 * step + r8) * 4 + j, low nibble for h = 0, high nibble for h = 1
-//   hi    q5: bit 4 * step + 2 * h + r8 of byte lane * 4 + j;  q6: bits 2 * (2 * h + r8).. of byte
-//   lane * 8 + 4 * step + j code  byte step * 512 + lane * 16 + (2 * h + r8) * 4 + j
-// so a register of four codes is one AND, or a shift and an AND, away.
+// A operand of an int8 mma wants of it for two steps; reg = 2 * h + r8 is the register:
+//   lo    byte lane * 16 + reg * 4 + j, low nibble for step 0, high nibble for step 1
+//   hi    of q5: bit 4 * step + reg of byte lane * 4 + j
+//   code  byte step * 512 + lane * 16 + reg * 4 + j
+//   six   eight registers of 6-bit codes, i = 4 * step + reg, in six words w0.. of four bytes (four
+//         in the first plane, two in the second): code ^ 32, which is code - 32 in two's
+//         complement, in bits 2-7 of w_i for i < 6; for i = 6 its bits 5-4, 3-2, 1-0 in bits 1-0 of
+//         w0, w1, w2; for i = 7 in those of w3, w4, w5. scales of q6_k: ^ 128
+// so a register of four codes is one AND away, times a power of two (WeightTile::code_factor).
+//   fields of q4_k and q5_k, for (g, unit) what the lanes of that row and chain want together:
+//         {d, dmin}[8 g][2 r] f16; word[8 g][4 unit] u32 and half[8 g][4 unit] u16, which hold the
+//         scales of r8 0 step 0, r8 0 step 1, r8 1 step 0, r8 1 step 1 in bits 0-5 of bytes 0-3 of
+//         word, and the four minima in the same order: bits 5-4 in bits 7-6 of those bytes, bits
+//         3-0 in half's bits 3-0, 11-8, 7-4, 15-12
 #pragma once
 
 #include "backend/cuda/device_utils.cuh"
@@ -77,6 +88,8 @@ XLLM_HOST_DEVICE constexpr uint32_t scale_offset(int type) {
                                                       : 3072u;
 }
 constexpr uint32_t kQ6SuperScaleOffset = 3328;
+// Of the fields of q4_k and q5_k, from scale_offset.
+constexpr uint32_t kFieldWordOffset = 64, kFieldHalfOffset = 192;
 
 // A code's place within its unit.
 struct UnitPlace {
@@ -106,16 +119,20 @@ XLLM_HOST_DEVICE int tile_code(int type, const uint8_t *tile, int row, int64_t c
   if (type == kWeightQ8_0) {
     return static_cast<int8_t>(base[at.step * 512 + at.lane * 16 + at.reg * 4 + at.j]);
   }
-  const int h = at.reg >> 1, r8 = at.reg & 1;
-  int code = base[within * 512 + at.lane * 16 + (2 * at.step + r8) * 4 + at.j] >> (4 * h) & 15;
+  if (type == kWeightQ6_K) {
+    const auto six = [&](int w) {  // byte of word w
+      return w < 4 ? base[within * 512 + at.lane * 16 + w * 4 + at.j]
+                   : base[hi_offset(type) + within * 256 + at.lane * 8 + (w - 4) * 4 + at.j];
+    };
+    const int i = 4 * at.step + at.reg;
+    if (i < 6) return six(i) >> 2 ^ 32;
+    const int first = 3 * (i - 6);
+    return ((six(first) & 3) << 4 | (six(first + 1) & 3) << 2 | (six(first + 2) & 3)) ^ 32;
+  }
+  int code = base[within * 512 + at.lane * 16 + at.reg * 4 + at.j] >> (4 * at.step) & 15;
   if (type == kWeightQ5_0 || type == kWeightQ5_1 || type == kWeightQ5_K) {
     code |=
         (base[hi_offset(type) + within * 128 + at.lane * 4 + at.j] >> (4 * at.step + at.reg) & 1)
-        << 4;
-  } else if (type == kWeightQ6_K) {
-    code |=
-        (base[hi_offset(type) + within * 256 + at.lane * 8 + 4 * at.step + at.j] >> (2 * at.reg) &
-         3)
         << 4;
   }
   return code;
@@ -132,6 +149,21 @@ XLLM_HOST_DEVICE void k_scale_min(const uint8_t *scales, int s, int *scale, int 
   }
 }
 
+// The same from the fields of a tile.
+XLLM_HOST_DEVICE void tile_scale_min(const uint8_t *fields, int g, int r8, int s, int *scale,
+                                     int *minimum) {
+  const int lane = 4 * g + s / 2, i = 2 * r8 + (s & 1);
+  const int byte = fields[kFieldWordOffset + 4 * lane + i];
+  const int half = load_u16(fields + kFieldHalfOffset + 2 * lane);
+  *scale = byte & 63;
+  *minimum = (byte >> 6) << 4 | (half >> ((i & 1) * 8 + (i >> 1) * 4) & 15);
+}
+
+// Where the scale of half block `index` (0..15) of a row stands among those of a q6_k chunk.
+XLLM_HOST_DEVICE int q6_scale_place(int g, int r8, int index) {
+  return (4 * g + index / 4) * 8 + 4 * r8 + (index & 3);
+}
+
 // What the products multiply with at (row, col): the value is dw * (code - offset) + shift. All of
 // them are exact in f32.
 struct TileFactors {
@@ -145,14 +177,13 @@ XLLM_HOST_DEVICE TileFactors tile_factors(int type, const uint8_t *tile, int row
   const int in_chunk = static_cast<int>(col % kChunkCols);
   if (type == kWeightQ6_K) {
     const float d = half_to_float(load_u16(chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2));
-    const int scale =
-        static_cast<int8_t>(chunk[scale_offset(type) + g * 32 + r8 * 16 + in_chunk / 16]);
+    const int scale = chunk[scale_offset(type) + q6_scale_place(g, r8, in_chunk / 16)] - 128;
     return {d * static_cast<float>(scale), 0.0f, 32};
   }
   if (type == kWeightQ4_K || type == kWeightQ5_K) {
-    const uint8_t *p = chunk + scale_offset(type) + g * 32 + r8 * 16;
+    const uint8_t *p = chunk + scale_offset(type) + g * 8 + r8 * 4;
     int scale = 0, minimum = 0;
-    k_scale_min(p + 4, in_chunk / 32, &scale, &minimum);
+    tile_scale_min(chunk + scale_offset(type), g, r8, in_chunk / 32, &scale, &minimum);
     return {half_to_float(load_u16(p)) * static_cast<float>(scale),
             -(half_to_float(load_u16(p + 2)) * static_cast<float>(minimum)), 0};
   }
@@ -177,31 +208,43 @@ XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_
 }
 
 // ---- what a warp of a matrix kernel reads ----
-// Scales of one chunk (K-quants) or unit (the others) in registers, then per step of 32 columns and
-// for rows g and g + 8: the A registers, the factor dw of the integer dot product, and where the
-// type has one the factor `shift` of the activations' sum (m of q4_1, -dmin * min of q4_k). All
-// products below are exact in f32.
 
 #ifdef __CUDACC__
 
-// Byte `index` of `word` as f32 + 2^23, by placing it in the mantissa.
+// Byte `index` of `word` as f32 + 2^23 (or 2^19 + byte / 16), by placing it in the mantissa.
 template <int kIndex>
-__device__ __forceinline__ float biased_byte(uint32_t word) {
-  return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7650 + kIndex));
+__device__ __forceinline__ float biased_byte(uint32_t word, uint32_t bias_bits) {
+  return __uint_as_float(__byte_perm(word, bias_bits, 0x7650 + kIndex));
+}
+
+// Byte `index` of `word` as f32 / 4 + 2^13: one byte up, so that the bias has few digits.
+template <int kIndex>
+__device__ __forceinline__ float biased_quarter(uint32_t word) {
+  return __uint_as_float(__byte_perm(word, 0x46000000u, 0x7404 + 16 * kIndex));
 }
 
 __device__ __forceinline__ float half_bits_to_float(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits & 0xffffu)));
 }
 
-// Bytes 0..15 (or 0..31, 0..63) of four codes each, less kOffset, as int8: the sum stays below 256
-// and never carries.
+// Bytes 0..15 (or 0..31) of four codes each, less kOffset, as int8: the sum stays below 256 and
+// never carries.
 template <int kOffset>
 __device__ __forceinline__ uint32_t less_offset(uint32_t codes) {
   if (kOffset == 0) return codes;
   constexpr uint32_t kAdd = (128u - kOffset) * 0x01010101u;
   return (codes + kAdd) ^ 0x80808080u;
 }
+
+// The factors of one unit (so of one chain) for rows g and g + 8: dw of the integer dot product of
+// each step, of each of its halves for q6_k, and where the type has one the factor `shift` of the
+// activations' sum (m of q4_1, -dmin * min of q4_k). dw is divided by code_factor; all products are
+// exact in f32.
+template <int kNumScales>
+struct UnitFactors {
+  float dw[2][2][kNumScales];  // [step][r8][half]
+  float shift[2][2];           // [step][r8]
+};
 
 template <int kType>
 struct WeightTile {
@@ -210,104 +253,82 @@ struct WeightTile {
       kType == kWeightQ4_1 || kType == kWeightQ5_1 || kType == kWeightQ4_K || kType == kWeightQ5_K;
   static constexpr bool kHalfBlocks = kType == kWeightQ6_K;  // a scale per 16 columns
   static constexpr int kNumScales = kHalfBlocks ? 2 : 1;
-  static constexpr int kOffset = kType == kWeightQ4_0   ? 8
-                                 : kType == kWeightQ5_0 ? 16
-                                 : kType == kWeightQ6_K ? 32
-                                                        : 0;
+  static constexpr int kOffset = kType == kWeightQ4_0 ? 8 : kType == kWeightQ5_0 ? 16 : 0;
+  // High nibbles stay where they are: 16 times the code, as u8.
+  static constexpr bool kHighInPlace = kType == kWeightQ4_1 || kType == kWeightQ4_K;
   static constexpr uint32_t kUnitBytes = chunk_bytes(kType) / kUnitsPerChunk;
+  using Factors = UnitFactors<kNumScales>;
 
-  // q4_k, q5_k: scale and minimum bytes of sub-blocks 0-3 and 4-7. q6_k: 16 scales, sign bit
-  // flipped. Others: f16 pairs.
-  struct Scales {
-    uint32_t word[2][4];
-    float d[2], dmin[2];
-  };
-
-  // The same as they lie in memory.
-  struct RawScales {
-    uint4 v[2];
-    uint32_t d;
-  };
-
-  // `at`: the chunk of a K-quant, the unit of another type.
-  static __device__ __forceinline__ void load_raw(const uint8_t *at, int g, RawScales *raw) {
-    const uint8_t *p = at + scale_offset(kType);
-    if (kKQuant) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) raw->v[r] = *reinterpret_cast<const uint4 *>(p + g * 32 + r * 16);
-      if (kType == kWeightQ6_K)
-        raw->d = *reinterpret_cast<const uint32_t *>(at + kQ6SuperScaleOffset + g * 4);
-    } else if (kHasMin) {
-      raw->v[0] = *reinterpret_cast<const uint4 *>(p + g * 16);
-    } else {
-      const uint2 v = *reinterpret_cast<const uint2 *>(p + g * 8);
-      raw->v[0].x = v.x;
-      raw->v[0].y = v.y;
-    }
+  // What the registers of load_codes hold is the code (less its offset) times this, as int8, or as
+  // u8 where kHighInPlace and step is 1.
+  static XLLM_HOST_DEVICE constexpr int code_factor(int step) {
+    return kType == kWeightQ6_K ? 4 : kHighInPlace && step == 1 ? 16 : 1;
   }
 
-  static __device__ __forceinline__ void unpack(const RawScales &raw, Scales *s) {
-    if (kType == kWeightQ4_K || kType == kWeightQ5_K) {
+  // Factors of unit u of the chunk at `chunk`; u may differ between the lanes.
+  static __device__ __forceinline__ void load_factors(const uint8_t *chunk, int u, int g,
+                                                      Factors *f) {
+    if constexpr (kType == kWeightQ4_K || kType == kWeightQ5_K) {
+      const uint8_t *p = chunk + scale_offset(kType);
+      const uint2 both = *reinterpret_cast<const uint2 *>(p + g * 8);
+      const uint32_t word =
+          *reinterpret_cast<const uint32_t *>(p + kFieldWordOffset + (4 * g + u) * 4);
+      const uint32_t half =
+          *reinterpret_cast<const uint16_t *>(p + kFieldHalfOffset + (4 * g + u) * 2);
+      const uint32_t scales = word & 0x3f3f3f3fu;
+      const uint32_t low = __byte_perm(half, half >> 4, 0x5410) & 0x0f0f0f0fu;
+      const uint32_t minima = low | ((word >> 2) & 0x30303030u);
+      constexpr float kBias = 8388608.0f;
+      constexpr uint32_t kBiasBits = 0x4B000000u;
+      constexpr float kHighBias = code_factor(1) == 16 ? 524288.0f : kBias;
+      constexpr uint32_t kHighBits = code_factor(1) == 16 ? 0x49000000u : kBiasBits;
+      const float d0 = half_bits_to_float(both.x), d1 = half_bits_to_float(both.y);
+      const float m0 = half_bits_to_float(both.x >> 16), m1 = half_bits_to_float(both.y >> 16);
+      f->dw[0][0][0] = __fmaf_rn(biased_byte<0>(scales, kBiasBits), d0, __fmul_rn(-kBias, d0));
+      f->dw[1][0][0] = __fmaf_rn(biased_byte<1>(scales, kHighBits), d0, __fmul_rn(-kHighBias, d0));
+      f->dw[0][1][0] = __fmaf_rn(biased_byte<2>(scales, kBiasBits), d1, __fmul_rn(-kBias, d1));
+      f->dw[1][1][0] = __fmaf_rn(biased_byte<3>(scales, kHighBits), d1, __fmul_rn(-kHighBias, d1));
+      const float n0 = __fmul_rn(kBias, m0), n1 = __fmul_rn(kBias, m1);
+      f->shift[0][0] = __fmaf_rn(biased_byte<0>(minima, kBiasBits), -m0, n0);
+      f->shift[1][0] = __fmaf_rn(biased_byte<1>(minima, kBiasBits), -m0, n0);
+      f->shift[0][1] = __fmaf_rn(biased_byte<2>(minima, kBiasBits), -m1, n1);
+      f->shift[1][1] = __fmaf_rn(biased_byte<3>(minima, kBiasBits), -m1, n1);
+    } else if constexpr (kType == kWeightQ6_K) {
+      const uint2 scales =
+          *reinterpret_cast<const uint2 *>(chunk + scale_offset(kType) + (4 * g + u) * 8);
+      const uint32_t both =
+          *reinterpret_cast<const uint32_t *>(chunk + kQ6SuperScaleOffset + g * 4);
+      constexpr float kBias = 8192.0f + 32.0f;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint4 v = raw.v[r];
-        s->d[r] = half_bits_to_float(v.x);
-        s->dmin[r] = half_bits_to_float(v.x >> 16);
-        s->word[r][0] = v.y & 0x3f3f3f3fu;
-        s->word[r][1] = (v.w & 0x0f0f0f0fu) | ((v.y >> 2) & 0x30303030u);
-        s->word[r][2] = v.z & 0x3f3f3f3fu;
-        s->word[r][3] = ((v.w >> 4) & 0x0f0f0f0fu) | ((v.z >> 2) & 0x30303030u);
+        const uint32_t word = r == 0 ? scales.x : scales.y;
+        const float d = half_bits_to_float(both >> (16 * r));
+        const float base = __fmul_rn(-kBias, d);
+        f->dw[0][r][0] = __fmaf_rn(biased_quarter<0>(word), d, base);
+        f->dw[0][r][kNumScales - 1] = __fmaf_rn(biased_quarter<1>(word), d, base);
+        f->dw[1][r][0] = __fmaf_rn(biased_quarter<2>(word), d, base);
+        f->dw[1][r][kNumScales - 1] = __fmaf_rn(biased_quarter<3>(word), d, base);
       }
-    } else if (kType == kWeightQ6_K) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint4 v = raw.v[r];
-        s->d[r] = half_bits_to_float(raw.d >> (16 * r));
-        s->word[r][0] = v.x ^ 0x80808080u;
-        s->word[r][1] = v.y ^ 0x80808080u;
-        s->word[r][2] = v.z ^ 0x80808080u;
-        s->word[r][3] = v.w ^ 0x80808080u;
-      }
-    } else if (kHasMin) {
-      s->word[0][0] = raw.v[0].x;
-      s->word[0][1] = raw.v[0].y;
-      s->word[1][0] = raw.v[0].z;
-      s->word[1][1] = raw.v[0].w;
     } else {
-      s->word[0][0] = raw.v[0].x;
-      s->word[1][0] = raw.v[0].y;
-    }
-  }
-
-  static __device__ __forceinline__ void load_scales(const uint8_t *at, int g, Scales *s) {
-    RawScales raw;
-    load_raw(at, g, &raw);
-    unpack(raw, s);
-  }
-
-  // Factors of step kStep (0..7 of a chunk for K-quants, 0..1 of a unit): dw[r8][half], shift[r8].
-  template <int kStep>
-  static __device__ __forceinline__ void step_scales(const Scales &s, float (&dw)[2][kNumScales],
-                                                     float (&shift)[2]) {
+      const uint8_t *p = chunk + u * kUnitBytes + scale_offset(kType);
+      if constexpr (kHasMin) {
+        const uint4 v = *reinterpret_cast<const uint4 *>(p + g * 16);
+        const uint32_t pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (kType == kWeightQ4_K || kType == kWeightQ5_K) {
-        constexpr float kBias = 8388608.0f;
-        dw[r][0] = __fmaf_rn(biased_byte<kStep & 3>(s.word[r][(kStep >> 2) & 1]), s.d[r],
-                             -__fmul_rn(kBias, s.d[r]));
-        shift[r] = __fmaf_rn(biased_byte<kStep & 3>(s.word[r][2 + ((kStep >> 2) & 1)]), -s.dmin[r],
-                             __fmul_rn(kBias, s.dmin[r]));
-      } else if (kType == kWeightQ6_K) {
-        constexpr float kBias = 8388608.0f + 128.0f;
-        const uint32_t word = s.word[r][(kStep >> 1) & 3];
-        dw[r][0] = __fmul_rn(__fsub_rn(biased_byte<2 * (kStep & 1)>(word), kBias), s.d[r]);
-        dw[r][kNumScales - 1] =
-            __fmul_rn(__fsub_rn(biased_byte<2 * (kStep & 1) + 1>(word), kBias), s.d[r]);
-      } else if (kHasMin) {
-        dw[r][0] = half_bits_to_float(s.word[r][kStep & 1]);
-        shift[r] = half_bits_to_float(s.word[r][kStep & 1] >> 16);
+        for (int step = 0; step < 2; ++step) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float d = half_bits_to_float(pairs[r][step]);
+            f->dw[step][r][0] = code_factor(step) == 16 ? __fmul_rn(d, 0.0625f) : d;
+            f->shift[step][r] = half_bits_to_float(pairs[r][step] >> 16);
+          }
+        }
       } else {
-        dw[r][0] = half_bits_to_float(s.word[r][0] >> (16 * (kStep & 1)));
+        const uint2 v = *reinterpret_cast<const uint2 *>(p + g * 8);
+        f->dw[0][0][0] = half_bits_to_float(v.x);
+        f->dw[1][0][0] = half_bits_to_float(v.x >> 16);
+        f->dw[0][1][0] = half_bits_to_float(v.y);
+        f->dw[1][1][0] = half_bits_to_float(v.y >> 16);
       }
     }
   }
@@ -317,7 +338,7 @@ struct WeightTile {
                                                     uint32_t (&a)[2][4]) {
     const uint8_t *base = kKQuant ? chunk : chunk + u * kUnitBytes;
     const int within = kKQuant ? u : 0;
-    if (kType == kWeightQ8_0) {
+    if constexpr (kType == kWeightQ8_0) {
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
         const uint4 v = *reinterpret_cast<const uint4 *>(base + step * 512 + lane * 16);
@@ -330,29 +351,38 @@ struct WeightTile {
     }
     const uint4 v = *reinterpret_cast<const uint4 *>(base + within * 512 + lane * 16);
     const uint32_t lo[4] = {v.x, v.y, v.z, v.w};
-    uint32_t hi[2] = {0, 0};
-    if (kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K) {
-      hi[0] =
-          *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
-    } else if (kType == kWeightQ6_K) {
+    if constexpr (kType == kWeightQ6_K) {
       const uint2 w =
           *reinterpret_cast<const uint2 *>(base + hi_offset(kType) + within * 256 + lane * 8);
-      hi[0] = w.x;
-      hi[1] = w.y;
+      constexpr uint32_t kCode = 0xfcfcfcfcu;
+#pragma unroll
+      for (int reg = 0; reg < 4; ++reg) a[0][reg] = lo[reg] & kCode;
+      a[1][0] = w.x & kCode;
+      a[1][1] = w.y & kCode;
+      a[1][2] = ((lo[0] << 6) & 0xc0c0c0c0u) | ((lo[1] << 4) & 0x30303030u) |
+                ((lo[2] << 2) & 0x0c0c0c0cu);
+      a[1][3] =
+          ((lo[3] << 6) & 0xc0c0c0c0u) | ((w.x << 4) & 0x30303030u) | ((w.y << 2) & 0x0c0c0c0cu);
+      return;
     }
+    uint32_t hi = 0;
+    if constexpr (kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K)
+      hi = *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
+    for (int reg = 0; reg < 4; ++reg) {
+      if constexpr (kHighInPlace) {
+        a[0][reg] = lo[reg] & 0x0f0f0f0fu;
+        a[1][reg] = lo[reg] & 0xf0f0f0f0u;
+      } else {
 #pragma unroll
-      for (int reg = 0; reg < 4; ++reg) {
-        uint32_t codes = (lo[2 * step + (reg & 1)] >> (4 * (reg >> 1))) & 0x0f0f0f0fu;
-        if (kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K) {
-          const int bit = 4 * step + reg;  // to bit 4
-          codes |= (bit <= 4 ? hi[0] << (4 - bit) : hi[0] >> (bit - 4)) & 0x10101010u;
-        } else if (kType == kWeightQ6_K) {
-          const int bit = 2 * reg;  // to bits 4, 5
-          codes |= (bit <= 4 ? hi[step] << (4 - bit) : hi[step] >> (bit - 4)) & 0x30303030u;
+        for (int step = 0; step < 2; ++step) {
+          uint32_t codes = (lo[reg] >> (4 * step)) & 0x0f0f0f0fu;
+          if constexpr (kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K) {
+            const int bit = 4 * step + reg;  // to bit 4
+            codes |= (bit <= 4 ? hi << (4 - bit) : hi >> (bit - 4)) & 0x10101010u;
+          }
+          a[step][reg] = less_offset<kOffset>(codes);
         }
-        a[step][reg] = less_offset<kOffset>(codes);
       }
     }
   }

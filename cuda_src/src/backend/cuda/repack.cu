@@ -141,6 +141,21 @@ float product_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, i
   return y;
 }
 
+namespace {
+// The inverse of k_scale_min, onto zeros.
+void set_scale_min(uint8_t *scales, int s, int scale, int minimum) {
+  const auto put = [&](int at, int bits) { scales[at] = static_cast<uint8_t>(scales[at] | bits); };
+  if (s < 4) {
+    put(s, scale);
+    put(s + 4, minimum);
+  } else {
+    put(s + 4, (scale & 15) | (minimum & 15) << 4);
+    put(s - 4, scale >> 4 << 6);
+    put(s, minimum >> 4 << 6);
+  }
+}
+}  // namespace
+
 std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &tiles,
                                     int64_t num_rows, int64_t num_cols) {
   const DTypeInfo &info = dtype_info(dtype);
@@ -160,10 +175,18 @@ std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &til
       const int step = static_cast<int>(col % kUnitCols / 32);
       // Scales.
       if (type == kWeightQ6_K) {
-        std::memcpy(block + 192, chunk + scale_offset(type) + g * 32 + r8 * 16, 16);
+        for (int i = 0; i < 16; ++i)
+          block[192 + i] =
+              static_cast<uint8_t>(chunk[scale_offset(type) + q6_scale_place(g, r8, i)] ^ 128);
         std::memcpy(block + 208, chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2, 2);
       } else if (is_k_quant(type)) {
-        std::memcpy(block, chunk + scale_offset(type) + g * 32 + r8 * 16, 16);
+        const uint8_t *fields = chunk + scale_offset(type);
+        std::memcpy(block, fields + g * 8 + r8 * 4, 4);
+        for (int i = 0; i < 8; ++i) {
+          int scale = 0, minimum = 0;
+          tile_scale_min(fields, g, r8, i, &scale, &minimum);
+          set_scale_min(block + 4, i, scale, minimum);
+        }
       } else if (type == kWeightQ4_1 || type == kWeightQ5_1) {
         std::memcpy(block, unit + scale_offset(type) + g * 16 + r8 * 8 + step * 4, 4);
       } else {

@@ -101,19 +101,52 @@ XLLM_HOST_DEVICE int raw_code(const RawRows &raw, int64_t row, int64_t col) {
 }
 
 // Byte `index` of the scale fields of the block at (row, col): d for q4_0, q5_0, q8_0; d, m for
-// q4_1, q5_1; d, dmin and the packed scales for q4_k, q5_k; for q6_k the 16 scales, then d.
+// q4_1, q5_1; d, dmin and the packed scales for q4_k, q5_k; for q6_k the 16 scales ^ 128, then d.
+// Outside the matrix: zeros, d among them.
 XLLM_HOST_DEVICE uint8_t raw_scale_byte(const RawRows &raw, int64_t row, int64_t col, int index) {
   if (row >= raw.num_rows || col >= raw.num_cols) return 0;
   const uint8_t *block = raw_block(raw, row, col);
-  if (raw.source == kSourceQ6_K) return block[192 + index];
+  if (raw.source == kSourceQ6_K)
+    return static_cast<uint8_t>(block[192 + index] ^ (index < 16 ? 128 : 0));
   if (raw.source == kSourceQ3_K) {
     if (index >= 16) return block[108 + index - 16];
     const uint8_t *scales = block + 96;
     const int low = scales[index & 7] >> (4 * (index >> 3)) & 15;
     const int high = scales[8 + (index & 3)] >> (2 * (index >> 2)) & 3;
-    return static_cast<uint8_t>((low | high << 4) - 32);
+    return static_cast<uint8_t>(((low | high << 4) - 32) ^ 128);
   }
   return block[index];
+}
+
+// Byte `at` of the fields of q4_k and q5_k (planes.cuh) of the chunk at (row0, col0).
+XLLM_HOST_DEVICE uint8_t field_byte(const RawRows &raw, int64_t row0, int64_t col0, int at) {
+  if (at < static_cast<int>(kFieldWordOffset))
+    return raw_scale_byte(raw, row0 + at / 8 + 8 * (at % 8 / 4), col0, at % 4);
+  const bool is_half = at >= static_cast<int>(kFieldHalfOffset);
+  const int in = at - static_cast<int>(is_half ? kFieldHalfOffset : kFieldWordOffset);
+  const int lane = is_half ? in / 2 : in / 4;
+  int byte = 0;
+  for (int k = 0; k < (is_half ? 2 : 1); ++k) {
+    const int i = is_half ? in % 2 + 2 * k : in % 4;
+    const int64_t row = row0 + lane / 4 + 8 * (i >> 1);
+    if (row >= raw.num_rows || col0 >= raw.num_cols) continue;
+    int scale = 0, minimum = 0;
+    k_scale_min(raw_block(raw, row, col0) + 4, 2 * (lane % 4) + (i & 1), &scale, &minimum);
+    byte |= is_half ? (minimum & 15) << (4 * k) : scale | (minimum >> 4) << 6;
+  }
+  return static_cast<uint8_t>(byte);
+}
+
+// Byte j of word w of a lane's 6-bit codes (planes.cuh) of the unit at (row0, col0).
+XLLM_HOST_DEVICE uint8_t six_byte(const RawRows &raw, int64_t row0, int64_t col0, int lane, int w,
+                                  int j) {
+  const auto code = [&](int i) {  // of register i = 4 * step + reg, as two's complement
+    const int reg = i & 3;
+    return raw_code(raw, row0 + lane / 4 + 8 * (reg & 1),
+                    col0 + i / 4 * 32 + (reg >> 1) * 16 + lane % 4 * 4 + j) ^
+           32;
+  };
+  return static_cast<uint8_t>(code(w) << 2 | (code(6 + w / 3) >> (4 - 2 * (w % 3)) & 3));
 }
 
 // Byte `offset` of the tile of rows 16 * tile.. .
@@ -133,34 +166,39 @@ XLLM_HOST_DEVICE uint8_t packed_byte(const RawRows &raw, int64_t tile, int64_t o
           raw_code(raw, row0 + lane / 4 + 8 * (reg & 1),
                    col0 + at / 512 * 32 + (reg >> 1) * 16 + lane % 4 * 4 + j));
     }
-    const int lane = at % 512 / 16, word = at % 16 / 4, j = at % 4;
-    const int64_t row = row0 + lane / 4 + 8 * (word & 1);
-    const int64_t col = col0 + at / 512 * kUnitCols + (word >> 1) * 32 + lane % 4 * 4 + j;
-    return static_cast<uint8_t>((raw_code(raw, row, col) & 15) | (raw_code(raw, row, col + 16) & 15)
+    const int lane = at % 512 / 16, reg = at % 16 / 4, j = at % 4;
+    const int64_t unit_col = col0 + at / 512 * kUnitCols;
+    if (type == kWeightQ6_K) return six_byte(raw, row0, unit_col, lane, reg, j);
+    const int64_t row = row0 + lane / 4 + 8 * (reg & 1);
+    const int64_t col = unit_col + (reg >> 1) * 16 + lane % 4 * 4 + j;
+    return static_cast<uint8_t>((raw_code(raw, row, col) & 15) | (raw_code(raw, row, col + 32) & 15)
                                                                      << 4);
   }
   if (at < static_cast<int>(scale_offset(type))) {  // high bits
     const int in = at - static_cast<int>(hi_offset(type));
-    const bool two_bits = type == kWeightQ6_K;
-    const int unit = two_bits ? in / 256 : in / 128;
-    const int lane = two_bits ? in % 256 / 8 : in % 128 / 4;
-    const int j = in % 4;
+    if (type == kWeightQ6_K) {
+      return six_byte(raw, row0, col0 + in / 256 * kUnitCols, in % 256 / 8, 4 + in % 8 / 4, in % 4);
+    }
+    const int lane = in % 128 / 4, j = in % 4;
     int byte = 0;
-    for (int i = 0; i < (two_bits ? 4 : 8); ++i) {
-      const int step = two_bits ? in % 8 / 4 : i / 4;
+    for (int i = 0; i < 8; ++i) {
       const int reg = i % 4;
       const int64_t row = row0 + lane / 4 + 8 * (reg & 1);
-      const int64_t col = col0 + unit * kUnitCols + step * 32 + (reg >> 1) * 16 + lane % 4 * 4 + j;
-      byte |= raw_code(raw, row, col) >> 4 << (two_bits ? 2 * i : i);
+      const int64_t col =
+          col0 + in / 128 * kUnitCols + i / 4 * 32 + (reg >> 1) * 16 + lane % 4 * 4 + j;
+      byte |= raw_code(raw, row, col) >> 4 << i;
     }
     return static_cast<uint8_t>(byte);
   }
   const int in = at - static_cast<int>(scale_offset(type));
-  if (type == kWeightQ6_K && in >= 256) {
-    const int d = in - 256;
-    return raw_scale_byte(raw, row0 + d / 4 + 8 * (d % 4 / 2), col0, 16 + d % 2);
+  if (type == kWeightQ6_K) {
+    if (in >= 256) {
+      const int d = in - 256;
+      return raw_scale_byte(raw, row0 + d / 4 + 8 * (d % 4 / 2), col0, 16 + d % 2);
+    }
+    return raw_scale_byte(raw, row0 + in / 32 + 8 * (in % 8 / 4), col0, in % 32 / 8 * 4 + in % 4);
   }
-  if (k_quant) return raw_scale_byte(raw, row0 + in / 32 + 8 * (in % 32 / 16), col0, in % 16);
+  if (k_quant) return field_byte(raw, row0, col0, in);
   const int size = type == kWeightQ4_1 || type == kWeightQ5_1 ? 4 : 2;  // bytes of a block's scales
   const int64_t row = row0 + in / (4 * size) + 8 * (in % (4 * size) / (2 * size));
   return raw_scale_byte(raw, row, col0 + in % (2 * size) / size * 32, in % size);
