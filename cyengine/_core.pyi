@@ -131,6 +131,15 @@ class Engine:
             DrainingError: the engine takes no new work.
             EngineFailedError: the step loop has stopped.
         """
+    def count_cached(
+        self,
+        token_ids: Sequence[int],
+        *,
+        decode_mode: DecodeMode = DecodeMode.AUTO,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
+    ) -> int:
+        """How many leading tokens of a prompt the prefix cache would give it now; never waits for the step loop."""
     def cancel(self, request_id: int) -> None:
         """End a request; its FinishedEvent says CANCELLED. Harmless for one that has ended."""
     def push_masks(self, masks: Iterable[TokenMask]) -> None:
@@ -199,6 +208,8 @@ class Engine:
         max_queue_s: float = 0.0,
         max_duration_s: float = 0.0,
         is_constrained: bool = False,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
     ) -> Iterator[Event]:
         """``stream`` for a text or ids, with the fields of Request and SamplingParams as keywords."""
     def drain(self) -> None:
@@ -237,12 +248,20 @@ class Engine:
     def release(self, slot: Slot) -> SlotInfo:
         """End the ownership; a call that runs in the slot ends as LEASE_LOST. Its blocks are back within one step."""
     def submit_prefill(
-        self, slot: Slot, token_ids: Sequence[int], *, private: bool = False, max_duration_s: float = 0.0
+        self,
+        slot: Slot,
+        token_ids: Sequence[int],
+        *,
+        private: bool = False,
+        max_duration_s: float = 0.0,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
     ) -> int:
         """Start to compute a prompt into an ACQUIRED slot, or to append one to a READY slot; returns the call's id.
 
         Its events come as a request's: AcceptedEvent, PrefillEvent after each chunk, FinishedEvent (PREFILLED).
-        ``cancel`` ends it and leaves the slot as it was before.
+        ``cancel`` ends it and leaves the slot as it was before. Salt and bypass are as of a Request; those of a slot's
+        first prompt count.
 
         Raises:
             SlotStateError: something runs in the slot.

@@ -409,6 +409,13 @@ cdef int _fill_sampling(object sampling, c.xllm_sampling_params *out) except -1:
     return 0
 
 
+cdef void _fill_cache(bytes salt, bint bypass, c.xllm_cache_options *out):
+    # The salt's bytes are the caller's to keep.
+    out.salt = salt
+    out.salt_size = len(salt)
+    out.bypass = bypass
+
+
 cdef class _RequestArgs:
     # A types.Request as the C struct, with the memory that it points into.
     cdef c.xllm_request r
@@ -417,6 +424,7 @@ cdef class _RequestArgs:
     cdef c.xllm_text *_stops
     cdef c.xllm_logit_bias *_biases
     cdef object _keep
+    cdef bytes _salt
 
     def __init__(self, request, private):
         cdef size_t i
@@ -437,6 +445,8 @@ cdef class _RequestArgs:
         self.r.max_queue_s = request.max_queue_s
         self.r.max_duration_s = request.max_duration_s
         self.r.is_constrained = request.is_constrained
+        self._salt = bytes(request.cache_salt)
+        _fill_cache(self._salt, request.bypass_cache, &self.r.cache)
         self._prompt = _copy_ids(request.prompt, &self.r.num_prompt)
         self.r.prompt = self._prompt
         self._stop_ids = _copy_ids(request.stop_token_ids, &self.r.num_stop_token_ids)
@@ -576,6 +586,26 @@ cdef class Engine:
         cdef _RequestArgs args = _RequestArgs(request, private)
         _check(c.xllm_engine_submit(handle, &args.r, &request_id, &err), &err)
         return request_id
+
+    def count_cached(self, token_ids, *, decode_mode=types.DecodeMode.AUTO, cache_salt=b"", bypass_cache=False):
+        cdef c.xllm_error err
+        cdef c.xllm_cache_options cache
+        cdef uint32_t count = 0
+        cdef size_t num = 0
+        cdef c.xllm_engine *handle = self._open()
+        cdef bytes salt = bytes(cache_salt)
+        cdef int32_t *prompt = _copy_ids(token_ids, &num)
+        _fill_cache(salt, bypass_cache, &cache)
+        try:
+            _check(
+                c.xllm_engine_count_cached(
+                    handle, prompt, num, <c.xllm_decode_mode><int>decode_mode, &cache, &count, &err
+                ),
+                &err,
+            )
+            return count
+        finally:
+            free(prompt)
 
     def cancel(self, request_id):
         cdef c.xllm_error err
@@ -718,16 +748,18 @@ cdef class Engine:
         _check(c.xllm_engine_release(self._open(), _slot_ref(slot), &s, &err), &err)
         return _slot_info(&s)
 
-    def submit_prefill(self, slot, token_ids, *, private=False, max_duration_s=0.0):
+    def submit_prefill(self, slot, token_ids, *, private=False, max_duration_s=0.0, cache_salt=b"", bypass_cache=False):
         cdef c.xllm_error err
         cdef c.xllm_prefill_options options
         cdef uint64_t request_id = 0
         cdef int32_t *prompt = NULL
         cdef c.xllm_engine *handle = self._open()
         cdef c.xllm_slot_ref ref = _slot_ref(slot)
+        cdef bytes salt = bytes(cache_salt)
         c.xllm_prefill_options_init(&options)
         options.delivery = c.XLLM_DELIVERY_PRIVATE if private else c.XLLM_DELIVERY_SHARED
         options.max_duration_s = max_duration_s
+        _fill_cache(salt, bypass_cache, &options.cache)
         try:
             prompt = _copy_ids(token_ids, &options.num_prompt)
             options.prompt = prompt

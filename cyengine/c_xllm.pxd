@@ -193,6 +193,11 @@ cdef extern from "xllm.h" nogil:
         XLLM_DELIVERY_SHARED
         XLLM_DELIVERY_PRIVATE
 
+    ctypedef struct xllm_cache_options:
+        const char *salt
+        size_t salt_size
+        int32_t bypass
+
     ctypedef struct xllm_request:
         size_t struct_size
         const int32_t *prompt
@@ -214,9 +219,13 @@ cdef extern from "xllm.h" nogil:
         double max_queue_s
         double max_duration_s
         int32_t is_constrained
+        xllm_cache_options cache
 
     void xllm_request_init(xllm_request *request)
     xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id, xllm_error *err)
+    xllm_status xllm_engine_count_cached(const xllm_engine *engine, const int32_t *prompt, size_t num_prompt,
+                                         xllm_decode_mode decode_mode, const xllm_cache_options *cache,
+                                         uint32_t *out_num, xllm_error *err)
     xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id, xllm_error *err)
 
     # ---- masks
@@ -356,6 +365,7 @@ cdef extern from "xllm.h" nogil:
         size_t num_prompt
         xllm_delivery delivery
         double max_duration_s
+        xllm_cache_options cache
 
     void xllm_prefill_options_init(xllm_prefill_options *options)
     xllm_status xllm_engine_prefill(xllm_engine *engine, xllm_slot_ref ref, const xllm_prefill_options *options,

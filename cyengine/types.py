@@ -296,6 +296,10 @@ class Request:
     """Seconds from submission; 0: no limit."""
     is_constrained: bool = False
     """Each token waits for its mask: see ``Engine.push_masks``."""
+    cache_salt: bytes = b""
+    """Only prompts of equal salt share blocks of the prefix cache; at most 4096 bytes."""
+    bypass_cache: bool = False
+    """Look nothing up in the prefix cache, and leave nothing in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -385,6 +385,15 @@ typedef struct xllm_logit_bias {
  * calls that name the request. */
 typedef enum xllm_delivery { XLLM_DELIVERY_SHARED = 0, XLLM_DELIVERY_PRIVATE = 1 } xllm_delivery;
 
+/* How a prompt uses the prefix cache. */
+typedef struct xllm_cache_options {
+  /* Bytes, at most 4096; copied. Only prompts of equal salt share blocks, or can tell from counts
+   * or times that they would. NULL and 0: the empty salt. */
+  const char *salt;
+  size_t salt_size;
+  int32_t bypass; /* 0; 1: nothing is looked up, and nothing stays behind for others */
+} xllm_cache_options;
+
 typedef struct xllm_request {
   size_t struct_size;
   const int32_t *prompt; /* num_prompt ids in [0, vocab_size), at least 1 */
@@ -410,6 +419,7 @@ typedef struct xllm_request {
   double max_queue_s;     /* 0: no limit; seconds to wait for a slot, then QUEUE_TIMEOUT */
   double max_duration_s;  /* 0: no limit; seconds from submission, then DEADLINE_EXCEEDED */
   int32_t is_constrained; /* 0; 1: each token waits for its mask, see xllm_engine_push_masks */
+  xllm_cache_options cache;
 } xllm_request;
 
 XLLM_API void xllm_request_init(xllm_request *request);
@@ -425,6 +435,16 @@ XLLM_API void xllm_request_init(xllm_request *request);
  * UNIMPLEMENTED: the backend lacks this mode. */
 XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request,
                                         uint64_t *out_id, xllm_error *err);
+
+/* How many leading tokens of a prompt would be taken from the prefix cache if it were submitted
+ * now, at most num_prompt - 1. Computes and changes nothing, and never waits for the step loop. By
+ * the time of a submission they may be gone. decode_mode   as of a request; each mode has a pool
+ * and a cache of its own cache         NULL: the empty salt INVALID_ARGUMENT, PROMPT_TOO_LONG,
+ * DECODE_MODE_MISMATCH. */
+XLLM_API xllm_status xllm_engine_count_cached(const xllm_engine *engine, const int32_t *prompt,
+                                              size_t num_prompt, xllm_decode_mode decode_mode,
+                                              const xllm_cache_options *cache, uint32_t *out_num,
+                                              xllm_error *err);
 
 /* End a request, wherever it is: its slot and blocks are free within one step, and a FINISHED event
  * with status CANCELLED follows. Calling it again, or for a request that has ended, is harmless.
@@ -658,6 +678,7 @@ typedef struct xllm_prefill_options {
   size_t num_prompt;
   xllm_delivery delivery; /* SHARED */
   double max_duration_s;  /* 0: no limit; seconds from now, then DEADLINE_EXCEEDED */
+  xllm_cache_options cache;
 } xllm_prefill_options;
 
 XLLM_API void xllm_prefill_options_init(xllm_prefill_options *options);

@@ -30,6 +30,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_TOKENS = 2**31 - 1
 _MAX_OUTPUTS_KNOWN = 128  # above this a number is a mistake; up to it, a feature that may be lacking
+_MAX_CACHE_SALT_BYTES = 256
 _MAX_SECONDS = 10 * 365 * 86400.0
 # Names a template gets from the service itself, which template_args_json cannot replace.
 _RESERVED_ARGUMENTS = frozenset(
@@ -54,6 +55,7 @@ class PromptInput:
     Attributes:
         text, token_ids, chat: the prompt; exactly one is set.
         add_special_tokens: for a text; None: the call's own default.
+        cache_salt, bypass_cache: how it uses the prefix cache.
     """
 
     text: str | None = None
@@ -61,6 +63,8 @@ class PromptInput:
     chat: Conversation | None = None
     add_special_tokens: bool | None = None
     parse_special: bool = False
+    cache_salt: str = ""
+    bypass_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +263,6 @@ def validate_prompt(message: slot_service_pb2.PrefillRequest, limits: RequestLim
     check = Checker()
     prompt = _prompt(check, message, "", limits)
     check.raise_if_any()
-    _refuse_cache(message.cache, "")
     return prompt
 
 
@@ -292,12 +295,17 @@ def _prompt(check: Checker, message: Any, path: str, limits: RequestLimits) -> P
         case _:
             check.refuse(f"{path}input", "expected one of text, token_ids and chat")
     options = message.text_options
+    salt_size = len(message.cache.salt.encode())
+    if salt_size > _MAX_CACHE_SALT_BYTES:
+        check.refuse(f"{path}cache.salt", f"expected at most {_MAX_CACHE_SALT_BYTES} bytes, found {salt_size}")
     return PromptInput(
         text=message.text if message.WhichOneof("input") == "text" else None,
         token_ids=token_ids,
         chat=chat,
         add_special_tokens=options.add_special_tokens if options.HasField("add_special_tokens") else None,
         parse_special=options.parse_special,
+        cache_salt=message.cache.salt,
+        bypass_cache=message.cache.bypass,
     )
 
 
@@ -355,17 +363,11 @@ def _refuse_features(spec: generation_service_pb2.GenerationSpec) -> None:
     _refuse_constraint(spec.constraint, "spec.")
     if spec.num_outputs > MAX_OUTPUTS:
         raise _absent("spec.num_outputs", "send one request for each output")
-    _refuse_cache(spec.cache, "spec.")
 
 
 def _refuse_constraint(constraint: sampling_pb2.Constraint, path: str) -> None:
     if constraint.WhichOneof("kind") is not None:
         raise _absent(f"{path}constraint", "leave it unset")
-
-
-def _refuse_cache(cache: sampling_pb2.CacheOptions, path: str) -> None:
-    if cache.salt or cache.bypass:
-        raise _absent(f"{path}cache", "leave it unset")
 
 
 def _absent(name: str, remedy: str) -> ServiceError:

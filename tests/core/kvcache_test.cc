@@ -208,7 +208,6 @@ TEST_F(PrefixCacheTest, TheDeepestIdleBlockOfTheOldestSequenceIsEvictedFirst) {
   cache.release_all(&young);
   BlockTable big(kBlock);
   ASSERT_TRUE(cache.extend(&big, 5 * kBlock));  // four are free; the fifth evicts block 1
-  EXPECT_EQ(cache.stats().num_evictions, 1u);
   EXPECT_EQ(cache.count_cached(tokens(9, 100), 8, ""), 4);
   EXPECT_EQ(cache.count_cached(tokens(9, 200), 8, ""), 8);
   EXPECT_EQ(big.ids()[4], 1);
@@ -222,7 +221,7 @@ TEST_F(PrefixCacheTest, BlocksInUseAreNeverEvictedAndExtendIsAllOrNothing) {
   EXPECT_EQ(wanted.num_blocks(), 0);
   EXPECT_TRUE(cache.extend(&wanted, 3 * kBlock));
   EXPECT_EQ(cache.allocate(), kNoBlock);
-  EXPECT_EQ(cache.stats().num_evictions, 0u);
+  EXPECT_EQ(cache.num_cached(), 5);
 }
 
 TEST_F(PrefixCacheTest, DisabledItOnlyHandsOutBlocks) {
@@ -252,6 +251,7 @@ TEST(PrefixCacheProperty, NoBlockLeaksAndNoneIsUsedTwice) {
   PrefixCache cache(kNumBlocks, kBlock, HashKey{3, 4});
   std::vector<Request> running;
   uint64_t counter = 0;
+  int num_hit_tokens = 0;
   const auto draw = [&](uint32_t limit) {
     return static_cast<int>(philox(42, counter++).value[0] % limit);
   };
@@ -271,6 +271,7 @@ TEST(PrefixCacheProperty, NoBlockLeaksAndNoneIsUsedTwice) {
                                      &request.cursor, &request.table);
       EXPECT_EQ(cached, expected);
       EXPECT_LT(cached, length);
+      num_hit_tokens += cached;
       if (!cache.extend(&request.table, request.length)) {
         cache.release_all(&request.table);
       } else {
@@ -313,10 +314,8 @@ TEST(PrefixCacheProperty, NoBlockLeaksAndNoneIsUsedTwice) {
   }
   for (Request &request : running) cache.release_all(&request.table);
   EXPECT_EQ(cache.num_in_use(), 0);
-  cache.drop_idle();
-  EXPECT_EQ(cache.pool().num_free(), kNumBlocks);
-  EXPECT_GT(cache.stats().num_hit_tokens, 0u);
-  EXPECT_GT(cache.stats().num_evictions, 0u);
+  EXPECT_EQ(cache.pool().num_free() + cache.num_idle(), kNumBlocks);
+  EXPECT_GT(num_hit_tokens, 0);
 }
 
 class HostAllocator : public Allocator {

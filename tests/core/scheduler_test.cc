@@ -317,8 +317,6 @@ TEST(Scheduler, EndsWhatOutgrowsTheWholePool) {
   EXPECT_EQ(world.step(), "");
   EXPECT_EQ(world.exhausted, (std::vector<uint64_t>{1}));
   EXPECT_EQ(world.cache.num_in_use(), 0);
-  EXPECT_TRUE(world.scheduler.can_ever_fit(7));
-  EXPECT_FALSE(world.scheduler.can_ever_fit(8));
 }
 
 // Whatever comes and goes: no block leaks or has two owners, everything ends, and a sequence's

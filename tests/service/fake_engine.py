@@ -212,7 +212,25 @@ class FakeEngine:
     def release(self, slot: Slot) -> SlotInfo:
         raise self._no_slots()
 
-    def submit_prefill(self, slot: Slot, token_ids: Sequence[int], *, max_duration_s: float = 0.0) -> int:
+    def count_cached(
+        self,
+        token_ids: Sequence[int],
+        *,
+        decode_mode: DecodeMode = DecodeMode.AUTO,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
+    ) -> int:
+        return 0
+
+    def submit_prefill(
+        self,
+        slot: Slot,
+        token_ids: Sequence[int],
+        *,
+        max_duration_s: float = 0.0,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
+    ) -> int:
         raise self._no_slots()
 
     def submit_decode_slot(self, slot: Slot, request: Request) -> int:

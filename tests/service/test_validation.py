@@ -133,7 +133,6 @@ def test_all_violations_are_told_at_once() -> None:
         {"constraint": {"json_schema": "{}"}},
         {"constraint": {"grammar": "x" * 60_000}},
         {"constraint": {"choice": {"options": ["a"]}}},
-        {"cache": {"salt": "s"}},
         {"num_outputs": 2},
     ],
 )

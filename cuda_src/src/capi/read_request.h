@@ -6,6 +6,9 @@
 
 namespace xllm {
 
+// Copies the salt. Error(kInvalidArgument, detail "field").
+void read_cache(const xllm_cache_options &in, RequestOptions *out);
+
 SamplingParams read_sampling(const xllm_sampling_params &params);
 
 // Copies everything that `in` points to. Error(kInvalidArgument, detail "field"), and

@@ -28,6 +28,13 @@ SamplingParams read_sampling(const xllm_sampling_params &params) {
   return out;
 }
 
+void read_cache(const xllm_cache_options &in, RequestOptions *out) {
+  require_array(in.salt, in.salt_size, "cache_salt");
+  // One byte too many is enough for its refusal, whatever the size says.
+  if (in.salt_size > 0) out->cache_salt.assign(in.salt, std::min<size_t>(in.salt_size, 4097));
+  out->bypasses_cache = in.bypass != 0;
+}
+
 RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   require(in, "request");
   const xllm_request r = read_struct(in, xllm_request_init, "xllm_request");
@@ -69,6 +76,7 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   out.max_queue_s = r.max_queue_s;
   out.max_duration_s = r.max_duration_s;
   out.is_constrained = r.is_constrained != 0;
+  read_cache(r.cache, &out);
   return out;
 }
 
@@ -142,15 +150,19 @@ std::unique_ptr<xllm_events> to_c(std::vector<Event> events) {
 }  // namespace
 }  // namespace xllm
 
+using xllm::DecodeMode;
+using xllm::enum_number;
 using xllm::Event;
 using xllm::guarded;
 using xllm::PositionMask;
+using xllm::read_cache;
 using xllm::read_mask;
 using xllm::read_request;
 using xllm::refuse;
 using xllm::RequestOptions;
 using xllm::require;
 using xllm::require_array;
+using xllm::require_range;
 using xllm::SamplingParams;
 using xllm::to_c;
 
@@ -184,6 +196,23 @@ xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request,
     require(engine, "engine");
     require(out_id, "out_id");
     *out_id = engine->engine->submit(read_request(request, engine->engine->info().max_seq_len));
+  });
+}
+
+xllm_status xllm_engine_count_cached(const xllm_engine *engine, const int32_t *prompt,
+                                     size_t num_prompt, xllm_decode_mode decode_mode,
+                                     const xllm_cache_options *cache, uint32_t *out_num,
+                                     xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    require(out_num, "out_num");
+    require_array(prompt, num_prompt, "prompt");
+    require_range(enum_number(decode_mode), 0, 2, "decode_mode");
+    RequestOptions options;
+    if (cache != nullptr) read_cache(*cache, &options);
+    const int num_cached = engine->engine->count_cached(
+        {prompt, num_prompt}, static_cast<DecodeMode>(decode_mode), options.cache_salt);
+    *out_num = options.bypasses_cache ? 0 : static_cast<uint32_t>(num_cached);
   });
 }
 

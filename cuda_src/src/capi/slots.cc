@@ -44,6 +44,7 @@ RequestOptions read_prefill(const xllm_prefill_options *in, int max_seq_len) {
   if (o.num_prompt > 0) out.prompt.assign(o.prompt, o.prompt + o.num_prompt);
   out.delivery = static_cast<Delivery>(o.delivery);
   out.max_duration_s = o.max_duration_s;
+  read_cache(o.cache, &out);
   return out;
 }
 

@@ -147,6 +147,17 @@ void Engine::check_lane(DecodeMode mode, int num_prompt) {
   }
 }
 
+int Engine::count_cached(Span<const int32_t> prompt, DecodeMode mode, std::string_view salt) const {
+  const DecodeMode effective =
+      resolve_decode_mode(config_.decode_mode, mode, "xllm_engine_count_cached");
+  check_prompt_length(prompt.size(), plan_.max_seq_len);
+  const Lane *lane = (effective == DecodeMode::kPerSlot ? per_slot_lane_ : batched_lane_).load();
+  if (lane == nullptr) return 0;
+  const int max_cached =
+      max_cached_tokens(static_cast<int>(prompt.size()), config_.block_size, lane->segment_size);
+  return lane->cache.count_cached(prompt, max_cached, salt);
+}
+
 void Engine::cancel(uint64_t request_id) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
@@ -237,6 +248,7 @@ void Engine::load_lane(DecodeMode mode) {
   lanes_.push_back(std::make_unique<Lane>(mode, backend_.get(), model_.dims, model_.tensors, plan,
                                           scheduler, config_.max_slots, cache_key_,
                                           config_.use_prefix_cache, nullptr));
+  (mode == DecodeMode::kPerSlot ? per_slot_lane_ : batched_lane_).store(lanes_.back().get());
   if (model_.release_pages) model_.release_pages();
   loaded_modes_.fetch_or(mode_bit(mode));
 }

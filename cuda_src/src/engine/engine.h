@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -75,6 +76,9 @@ class Engine {
 
   // Queues a request and returns its id. Throws Error as xllm_engine_submit lists them.
   uint64_t submit(RequestOptions options);
+  // Leading tokens of a prompt that the prefix cache holds now. Throws Error as
+  // xllm_engine_count_cached lists them.
+  int count_cached(Span<const int32_t> prompt, DecodeMode mode, std::string_view salt) const;
   // Error(kNotFound): an id never given out. Harmless for a request that has ended.
   void cancel(uint64_t request_id);
   // Masks of constrained requests, all in effect from the same step on.
@@ -194,7 +198,8 @@ class Engine {
 
   std::atomic<uint64_t> num_steps_{0};
   std::atomic<int64_t> heartbeat_ns_{0};
-  std::atomic<uint32_t> loaded_modes_{0};  // bit per DecodeMode
+  std::atomic<uint32_t> loaded_modes_{0};                                     // bit per DecodeMode
+  std::atomic<const Lane *> batched_lane_{nullptr}, per_slot_lane_{nullptr};  // once loaded
 
   EventQueue events_;
   std::thread thread_;

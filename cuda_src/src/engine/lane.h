@@ -14,11 +14,13 @@ struct Lane {
        const WeightSetPlan &plan, const SchedulerConfig &config, int max_seqs, HashKey cache_key,
        bool use_prefix_cache, const std::function<void(uint64_t, uint64_t)> &progress)
       : mode(decode_mode),
+        segment_size(config.segment_size),
         runner(backend, dims, tensors, plan, max_seqs, progress),
         cache(plan.num_blocks, plan.kv_layout.block_size, cache_key, use_prefix_cache),
         scheduler(config, &cache) {}
 
   DecodeMode mode;
+  int segment_size;
   Runner runner;
   PrefixCache cache;
   Scheduler scheduler;

@@ -15,6 +15,7 @@ constexpr size_t kMaxStopStrings = 16;
 constexpr size_t kMaxStopStringBytes = 256;
 constexpr size_t kMaxStopTokenIds = 64;
 constexpr size_t kMaxBiases = 1024;
+constexpr size_t kMaxCacheSaltBytes = 4096;
 constexpr int32_t kMaxLogprobs = 20;
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -118,6 +119,7 @@ void validate(const RequestOptions &options, RequestKind kind, const Vocabulary 
   if (twice != ids.end()) {
     refuse("logit_biases", "expected each id once, found " + std::to_string(*twice) + " twice");
   }
+  check_count("cache_salt", options.cache_salt.size(), kMaxCacheSaltBytes);
   check_seconds("max_queue_s", options.max_queue_s);
   check_seconds("max_duration_s", options.max_duration_s);
 }
@@ -135,6 +137,8 @@ Request::Request(RequestKind kind, RequestOptions options, DecodeMode decode_mod
       stop_checker_(options_.stop_strings),
       submitted_s_(now_s) {
   sequence.priority = options_.priority;
+  sequence.cache_salt = std::move(options_.cache_salt);
+  sequence.bypasses_cache = options_.bypasses_cache;
   sequence.num_prompt = static_cast<int>(options_.prompt.size());
   sequence.tokens = std::move(options_.prompt);
   merge_biases();
@@ -183,6 +187,10 @@ void Request::count_history() {
 
 void Request::take_over(Sequence held) {
   const std::vector<int32_t> prompt = std::move(sequence.tokens);
+  if (held.num_tokens() == 0) {  // a slot's first prompt decides for what it leaves in the cache
+    held.cache_salt = std::move(sequence.cache_salt);
+    held.bypasses_cache = sequence.bypasses_cache;
+  }
   held.id = sequence.id;
   held.slot = ref_.slot;
   held.is_pinned = true;

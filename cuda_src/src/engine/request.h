@@ -39,6 +39,8 @@ struct RequestOptions {
   double max_queue_s = 0;
   double max_duration_s = 0;
   bool is_constrained = false;
+  std::string cache_salt;
+  bool bypasses_cache = false;
   bool wants_logits = false;  // for step calls: the logits of each token, in its event
 };
 

@@ -32,9 +32,10 @@ Scheduler::Scheduler(const SchedulerConfig &config, PrefixCache *cache)
   XLLM_DCHECK(config.max_running >= 1 && config.prefill_chunk >= 1 && config.segment_size >= 1);
 }
 
-bool Scheduler::can_ever_fit(int num_prompt) const {
-  const int64_t capacity = static_cast<int64_t>(cache_->num_blocks()) * cache_->block_size();
-  return static_cast<int64_t>(num_prompt) + 1 <= capacity;
+// Tokens of its prompt that may come from the cache.
+int Scheduler::max_cached(const Sequence &sequence) const {
+  if (sequence.bypasses_cache) return 0;
+  return max_cached_tokens(sequence.num_prompt, cache_->block_size(), config_.segment_size);
 }
 
 void Scheduler::add(Sequence *sequence) {
@@ -52,11 +53,9 @@ void Scheduler::start_pinned(Sequence *sequence) {
   // A slot's first prompt begins with what the cache has of it.
   if (sequence->prompt_start == 0 && sequence->num_computed == 0 &&
       sequence->blocks.num_blocks() == 0) {
-    sequence->cursor = cache_->start("");
-    const int max_cached =
-        max_cached_tokens(sequence->num_prompt, cache_->block_size(), config_.segment_size);
-    sequence->num_cached =
-        cache_->match(sequence->tokens, max_cached, &sequence->cursor, &sequence->blocks);
+    sequence->cursor = cache_->start(sequence->cache_salt);
+    sequence->num_cached = cache_->match(sequence->tokens, max_cached(*sequence), &sequence->cursor,
+                                         &sequence->blocks);
     sequence->num_computed = sequence->num_cached;
   }
   sequence->state = SequenceState::kRunning;
@@ -140,15 +139,13 @@ bool Scheduler::try_to_place(Sequence *sequence) {
   for (const Sequence *other : running_) {
     num_reserved += other->blocks.num_missing(other->num_tokens()) + 1;
   }
-  const int max_cached =
-      max_cached_tokens(sequence->num_prompt, cache_->block_size(), config_.segment_size);
   const int num_needed = sequence->blocks.num_missing(sequence->num_tokens());
-  const int num_needed_at_least = num_needed - max_cached / cache_->block_size();
+  const int num_needed_at_least = num_needed - max_cached(*sequence) / cache_->block_size();
   if (num_needed_at_least + num_reserved > cache_->num_available()) return false;
 
-  sequence->cursor = cache_->start("");
+  sequence->cursor = cache_->start(sequence->cache_salt);
   const int num_cached =
-      cache_->match(sequence->tokens, max_cached, &sequence->cursor, &sequence->blocks);
+      cache_->match(sequence->tokens, max_cached(*sequence), &sequence->cursor, &sequence->blocks);
   const int num_missing = sequence->blocks.num_missing(sequence->num_tokens());
   if (num_missing + num_reserved > cache_->num_available()) {
     cache_->release_all(&sequence->blocks);
@@ -185,7 +182,8 @@ void Scheduler::preempt(Sequence *sequence) {
 void Scheduler::advance(const ScheduledRows &rows) {
   Sequence *sequence = rows.sequence;
   sequence->num_computed += rows.num_tokens;
-  if (sequence->prompt_start > 0) return;  // an appended prompt stays out of the cache
+  // An appended prompt stays out of the cache.
+  if (sequence->prompt_start > 0 || sequence->bypasses_cache) return;
   // A slot may compute its prompt's last token twice, so it keeps that one's block to itself.
   const auto max_tokens = sequence->is_pinned ? max_cached_tokens : max_published_tokens;
   const int num_published =

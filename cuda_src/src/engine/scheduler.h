@@ -61,9 +61,6 @@ class Scheduler {
  public:
   Scheduler(const SchedulerConfig &config, PrefixCache *cache);
 
-  // Whether a prompt of so many tokens and one more fit an empty pool.
-  bool can_ever_fit(int num_prompt) const;
-
   // Into the queue. A pinned one, which has its seat, runs at once.
   void add(Sequence *sequence);
   // The rows of the next step; valid until the next call. num_free_slots: seats for admitted
@@ -89,6 +86,7 @@ class Scheduler {
   bool add_rows(size_t index, int *budget);
   void schedule_turn(int *budget);
   bool try_to_place(Sequence *sequence);
+  int max_cached(const Sequence &sequence) const;
   bool take_blocks(size_t index, int num_tokens);
   void preempt(Sequence *sequence);
 

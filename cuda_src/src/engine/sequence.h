@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "kvcache/block_table.h"
@@ -40,9 +41,11 @@ struct Sequence {
   SequenceState state = SequenceState::kNew;
   int slot = -1;  // its seat in the batch, from first admission to the end; -1 before
   BlockTable blocks;
-  PrefixCursor cursor;   // how far its prompt has been published to the prefix cache
-  int num_computed = 0;  // leading tokens whose K and V are in its blocks
-  int num_cached = 0;    // of the latest prompt, found in the prefix cache at first admission
+  std::string cache_salt;       // blocks are shared only where it is equal
+  bool bypasses_cache = false;  // nothing is looked up or published
+  PrefixCursor cursor;          // how far its prompt has been published to the prefix cache
+  int num_computed = 0;         // leading tokens whose K and V are in its blocks
+  int num_cached = 0;  // of the latest prompt, found in the prefix cache at first admission
   int num_preemptions = 0;
   uint64_t last_turn = 0;  // where sequences take turns: when it had its last one
 

@@ -57,8 +57,6 @@ int PrefixCache::match(Span<const int32_t> token_ids, int max_tokens, PrefixCurs
   XLLM_DCHECK(max_tokens <= static_cast<int>(token_ids.size()));
   if (!is_enabled_) return 0;
   const int max_blocks = max_tokens / block_size_;
-  ++stats_.num_lookups;
-  stats_.num_query_tokens += static_cast<uint64_t>(max_blocks) * static_cast<uint64_t>(block_size_);
   while (cursor->num_blocks < max_blocks) {
     const auto ids = token_ids.subspan(static_cast<size_t>(cursor->num_blocks * block_size_),
                                        static_cast<size_t>(block_size_));
@@ -70,15 +68,15 @@ int PrefixCache::match(Span<const int32_t> token_ids, int max_tokens, PrefixCurs
     cursor->parent = hash;
     ++cursor->num_blocks;
   }
-  const int num_tokens = cursor->num_blocks * block_size_;
-  stats_.num_hit_tokens += static_cast<uint64_t>(num_tokens);
-  return num_tokens;
+  return cursor->num_blocks * block_size_;
 }
 
 int PrefixCache::count_cached(Span<const int32_t> token_ids, int max_tokens,
                               std::string_view salt) const {
+  XLLM_DCHECK(max_tokens <= static_cast<int>(token_ids.size()));
   if (!is_enabled_) return 0;
   PrefixCursor cursor = start(salt);
+  const std::lock_guard<std::mutex> lock(content_mutex_);
   while (cursor.num_blocks < max_tokens / block_size_) {
     const auto ids = token_ids.subspan(static_cast<size_t>(cursor.num_blocks * block_size_),
                                        static_cast<size_t>(block_size_));
@@ -102,6 +100,7 @@ void PrefixCache::insert(Span<const int32_t> token_ids, int num_tokens, const Bl
     const int32_t block = table.ids()[static_cast<size_t>(cursor->num_blocks)];
     cursor->parent = hash;
     if (entry(block).is_cached || by_hash_.count(hash) != 0) continue;
+    const std::lock_guard<std::mutex> lock(content_mutex_);
     by_hash_.emplace(hash, block);
     Entry &added = entry(block);
     added.is_cached = true;
@@ -109,7 +108,6 @@ void PrefixCache::insert(Span<const int32_t> token_ids, int num_tokens, const Bl
     added.parent = parent;
     added.token_ids.assign(ids.begin(), ids.end());
     pool_.add_reference(block);
-    ++stats_.num_insertions;
   }
 }
 
@@ -141,12 +139,6 @@ void PrefixCache::release_all(BlockTable *table) {
   table->clear();
 }
 
-int32_t PrefixCache::drop_idle() {
-  int32_t num_dropped = 0;
-  while (evict_oldest()) ++num_dropped;
-  return num_dropped;
-}
-
 int32_t PrefixCache::num_users(int32_t block) const {
   return pool_.reference_count(block) - (entry(block).is_cached ? 1 : 0);
 }
@@ -175,10 +167,12 @@ bool PrefixCache::evict_oldest() {
   if (oldest_idle_ == kNoBlock) return false;
   const int32_t block = oldest_idle_;
   remove_idle(block);
-  by_hash_.erase(entry(block).hash);
-  entry(block) = Entry();
+  {
+    const std::lock_guard<std::mutex> lock(content_mutex_);
+    by_hash_.erase(entry(block).hash);
+    entry(block) = Entry();
+  }
   pool_.release(block);
-  ++stats_.num_evictions;
   return true;
 }
 

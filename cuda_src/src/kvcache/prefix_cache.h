@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -43,15 +44,8 @@ int max_cached_tokens(int prompt_len, int block_size, int segment_size);
 // segments.
 int max_published_tokens(int prompt_len, int block_size, int segment_size);
 
-struct PrefixCacheStats {
-  uint64_t num_lookups = 0;
-  uint64_t num_hit_tokens = 0;
-  uint64_t num_query_tokens = 0;  // that could have been hit
-  uint64_t num_insertions = 0;
-  uint64_t num_evictions = 0;
-};
-
-// Not thread-safe: it belongs to the step loop's thread.
+// Not thread-safe: it belongs to the step loop's thread, which alone changes it. count_cached may
+// be called from any thread.
 class PrefixCache {
  public:
   // `key` should be random, drawn once per engine. Disabled, nothing is ever found or kept, and the
@@ -67,7 +61,7 @@ class PrefixCache {
   // (empty before), one reference each for the caller. Advances *cursor past it. Returns the number
   // of tokens found, a multiple of block_size.
   int match(Span<const int32_t> token_ids, int max_tokens, PrefixCursor *cursor, BlockTable *table);
-  // What match would return, changing nothing.
+  // What match would return, changing nothing. From any thread.
   int count_cached(Span<const int32_t> token_ids, int max_tokens, std::string_view salt) const;
 
   // Publish the blocks of token_ids[0, num_tokens) from the cursor on: their K and V have been
@@ -90,9 +84,6 @@ class PrefixCache {
   // they are the first to be evicted, because without its parents a block cannot be found.
   void release_all(BlockTable *table);
 
-  // Forget every idle block. Returns how many became free.
-  int32_t drop_idle();
-
   int block_size() const { return block_size_; }
   int32_t num_blocks() const { return pool_.num_blocks(); }
   int32_t num_available() const {
@@ -102,7 +93,6 @@ class PrefixCache {
   int32_t num_cached() const { return static_cast<int32_t>(by_hash_.size()); }
   int32_t num_idle() const { return num_idle_; }
   int32_t num_users(int32_t block) const;  // sequences that use it
-  const PrefixCacheStats &stats() const { return stats_; }
   const BlockPool &pool() const { return pool_; }
 
  private:
@@ -131,13 +121,15 @@ class PrefixCache {
   int block_size_;
   HashKey key_;
   bool is_enabled_;
-  BlockPool pool_;              // the cache itself holds one reference to each cached block
+  BlockPool pool_;  // the cache itself holds one reference to each cached block
+  // Held to change by_hash_ or what an entry says of a block's content, and by other threads to
+  // read them; the owner reads without.
+  mutable std::mutex content_mutex_;
   std::vector<Entry> entries_;  // one per block
   std::unordered_map<Hash128, int32_t, TakeLow> by_hash_;
   int32_t oldest_idle_ = kNoBlock;
   int32_t newest_idle_ = kNoBlock;
   int32_t num_idle_ = 0;
-  PrefixCacheStats stats_;
 };
 
 }  // namespace xllm

@@ -30,12 +30,14 @@ from xllm_service.engine.core import CoreEngine, create_core
 from xllm_service.engine.failures import to_service_error
 from xllm_service.engine.local import LocalEngine, open_engine
 from xllm_service.engine.model import Model, open_model
+from xllm_service.engine.requests import CacheUse
 from xllm_service.engine.stream import Bounds, Progress
 
 __all__ = [
     "AcceptedEvent",
     "AsyncEngine",
     "Bounds",
+    "CacheUse",
     "Candidate",
     "CoreEngine",
     "DecodeMode",

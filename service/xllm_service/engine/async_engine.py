@@ -29,7 +29,7 @@ from xllm_service import convert
 from xllm_service.engine.core import CoreEngine
 from xllm_service.engine.failures import to_service_error
 from xllm_service.engine.model import Model
-from xllm_service.engine.requests import core_request, failure_of, mode_mismatch
+from xllm_service.engine.requests import CacheUse, core_request, failure_of, mode_mismatch
 from xllm_service.engine.stream import Bounds, Progress, Stream
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.logs import get_logger
@@ -129,6 +129,7 @@ class AsyncEngine:
         choices: DecodeChoices,
         bounds: Bounds | None = None,
         *,
+        cache: CacheUse | None = None,
         on_stall: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Progress, None]:
         """Run one request and yield what happens to it; the last item has `finished`.
@@ -139,16 +140,24 @@ class AsyncEngine:
             prompt: token ids.
             choices: how to generate.
             bounds: when it must be over; work that is late is not begun.
+            cache: how it uses the prefix cache; None: as unsalted requests of nobody do.
             on_stall: called, besides the failure, when the client has not read for too long.
 
         Raises:
             ServiceError: refused before the first item; later, with the usage so far, when the generation fails.
         """
         bounds = bounds or Bounds()
-        request = core_request(choices, bounds, prompt)
+        request = core_request(choices, bounds, prompt, cache)
         async with aclosing(self._follow(lambda: [self._core.submit(request)], on_stall)) as batches:
             async for progress in _one(batches, bounds):
                 yield progress
+
+    def count_cached(self, prompt: Sequence[int], mode: int, cache: CacheUse) -> int:
+        """How many leading tokens of a prompt the prefix cache would give it now; computes nothing."""
+        with self._refusals():
+            return self._core.count_cached(
+                prompt, decode_mode=DecodeMode(mode), cache_salt=cache.salt, bypass_cache=cache.bypass
+            )
 
     # ---- slots
 
@@ -180,6 +189,7 @@ class AsyncEngine:
         prompt: Sequence[int],
         bounds: Bounds,
         *,
+        cache: CacheUse | None = None,
         on_stall: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Progress, None]:
         """Compute a prompt into a slot, or append it; closing the iterator leaves the slot as it was.
@@ -187,9 +197,14 @@ class AsyncEngine:
         Raises ServiceError.
         """
         longest = bounds.seconds
+        cache = cache or CacheUse()
 
         def submit() -> list[int]:
-            return [self._core.submit_prefill(slot, prompt, max_duration_s=longest)]
+            return [
+                self._core.submit_prefill(
+                    slot, prompt, max_duration_s=longest, cache_salt=cache.salt, bypass_cache=cache.bypass
+                )
+            ]
 
         async with aclosing(self._follow(submit, on_stall)) as batches:
             async for progress in _one(batches, bounds):
@@ -216,6 +231,7 @@ class AsyncEngine:
         choices: DecodeChoices,
         bounds: Bounds,
         *,
+        cache: CacheUse | None = None,
         on_stall: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Progress, None]:
         """Append a prompt to a slot that is owned and generate in it: `generate`, with a slot that stays owned.
@@ -225,7 +241,7 @@ class AsyncEngine:
         """
         began = time.monotonic()
         prefilled: FinishedEvent | None = None
-        async with aclosing(self.prefill(slot, prompt, bounds, on_stall=on_stall)) as filling:
+        async with aclosing(self.prefill(slot, prompt, bounds, cache=cache, on_stall=on_stall)) as filling:
             async for progress in filling:
                 finished = progress.finished
                 if finished is not None and finished.status is Status.OK:

@@ -68,7 +68,25 @@ class CoreEngine(Protocol):
     def release(self, slot: Slot) -> SlotInfo:
         """End an ownership."""
 
-    def submit_prefill(self, slot: Slot, token_ids: Sequence[int], *, max_duration_s: float = 0.0) -> int:
+    def count_cached(
+        self,
+        token_ids: Sequence[int],
+        *,
+        decode_mode: DecodeMode = DecodeMode.AUTO,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
+    ) -> int:
+        """What the prefix cache holds of a prompt."""
+
+    def submit_prefill(
+        self,
+        slot: Slot,
+        token_ids: Sequence[int],
+        *,
+        max_duration_s: float = 0.0,
+        cache_salt: bytes = b"",
+        bypass_cache: bool = False,
+    ) -> int:
         """Begin to compute a prompt into a slot."""
 
     def submit_decode_slot(self, slot: Slot, request: Request) -> int:

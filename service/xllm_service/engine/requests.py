@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cyengine.types import DecodeMode, FinishedEvent, Request, SamplingParams
 from xllm_service import convert
@@ -12,8 +13,30 @@ from xllm_service.errors import Reason, ServiceError
 from xllm_service.validation import DecodeChoices
 
 
-def core_request(choices: DecodeChoices, bounds: Bounds, prompt: Sequence[int] = ()) -> Request:
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """How a prompt uses the prefix cache.
+
+    Attributes:
+        salt: only prompts of equal salt share blocks.
+        bypass: neither read from the cache nor leave anything in it.
+    """
+
+    salt: bytes = b""
+    bypass: bool = False
+
+    @classmethod
+    def of(cls, principal: str, salt: str, bypass: bool) -> CacheUse:
+        """Return that of one caller: what one principal has sent is never told to another, whatever salts they use."""
+        owner = principal.encode()
+        return cls(b"%d:%b:%b" % (len(owner), owner, salt.encode()), bypass)
+
+
+def core_request(
+    choices: DecodeChoices, bounds: Bounds, prompt: Sequence[int] = (), cache: CacheUse | None = None
+) -> Request:
     """Return a request as the core takes it; without a prompt for a decode of slots."""
+    cache = cache or CacheUse()
     return Request(
         prompt=prompt,
         sampling=SamplingParams(
@@ -37,6 +60,8 @@ def core_request(choices: DecodeChoices, bounds: Bounds, prompt: Sequence[int] =
         priority=choices.priority,
         max_queue_s=choices.max_queue_s or 0.0,
         max_duration_s=bounds.seconds,
+        cache_salt=cache.salt,
+        bypass_cache=cache.bypass,
     )
 
 

@@ -34,6 +34,7 @@ _CAPABILITIES = (
     admin_service_pb2.CAPABILITY_STOP,
     admin_service_pb2.CAPABILITY_LOGIT_BIAS,
     admin_service_pb2.CAPABILITY_LOGPROBS,
+    admin_service_pb2.CAPABILITY_PREFIX_CACHE,
     admin_service_pb2.CAPABILITY_PRIORITY,
     admin_service_pb2.CAPABILITY_ENGINES,
     admin_service_pb2.CAPABILITY_LOAD,

@@ -20,7 +20,7 @@ from xllm_service.interceptors import principal
 from xllm_service.servicers.answers import Answer
 from xllm_service.servicers.events import EventMaker, Send
 from xllm_service.servicers.live_call import live_call
-from xllm_service.servicers.prompt import check_digest, read_prompt
+from xllm_service.servicers.prompt import cache_use, check_digest, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot
@@ -116,12 +116,15 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             reason = Reason.PROMPT_TOO_LONG.value
         elif num_tokens + 1 > stats.blocks_total * info.block_size:
             reason = Reason.NEVER_FITS.value
+        num_cached = num_held
+        if not num_held and not reason:
+            num_cached = engine.count_cached(prompt, int(mode), cache_use(valid.prompt))
         can_start = owned is not None or (stats.num_waiting == 0 and stats.slots_used < stats.slots_total)
         return generation_service_pb2.EstimateGenerationResponse(
             model=hosted.name,
             decode_mode=convert.decode_mode(int(mode)),
             num_prompt_tokens=num_tokens,
-            num_cached_tokens=num_held,
+            num_cached_tokens=num_cached,
             max_new_tokens=max_new,
             num_kv_blocks_needed=-(-(num_tokens + max_new) // info.block_size),
             fits=not reason,
@@ -151,15 +154,16 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
                 make.clock.submitted = time.monotonic()
                 bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
+                cache = cache_use(request.prompt)
                 if owned is None:
-                    events = engine.generate(prompt, asked, bounds, on_stall=live.stalled)
+                    events = engine.generate(prompt, asked, bounds, cache=cache, on_stall=live.stalled)
                 else:
                     _mode(engine, owned, choices, call)
                     if choices.seed is None:  # drawn here, as the first event tells it before the decode begins
                         choices = replace(choices, seed=secrets.randbits(64))
                         asked = replace(asked, seed=choices.seed)
                     slot = owned.ownership.slot
-                    events = engine.generate_in(slot, prompt, asked, bounds, on_stall=live.stalled)
+                    events = engine.generate_in(slot, prompt, asked, bounds, cache=cache, on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
                         if progress.accepted is not None:

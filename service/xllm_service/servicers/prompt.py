@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xllm_service.engine import Model
+from xllm_service.engine import CacheUse, Model
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
+from xllm_service.interceptors import principal
 from xllm_service.validation import PromptInput
 
 _LONG_TEXT = 4096  # characters; longer text is read in a worker thread
@@ -24,6 +25,11 @@ async def check_digest(model: Model, expected: str) -> None:
             f"the model served is {actual}, not {expected}",
             metadata={"expected": expected, "actual": actual},
         )
+
+
+def cache_use(prompt: PromptInput) -> CacheUse:
+    """Return how a prompt of this call's caller uses the prefix cache."""
+    return CacheUse.of(principal.get(), prompt.cache_salt, prompt.bypass_cache)
 
 
 @dataclass(frozen=True, slots=True)

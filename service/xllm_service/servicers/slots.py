@@ -30,7 +30,7 @@ from xllm_service.interceptors import principal
 from xllm_service.servicers.events import EventMaker
 from xllm_service.servicers.live_call import live_call
 from xllm_service.servicers.ownership import Ownership, parse_slot_name, slot_name
-from xllm_service.servicers.prompt import check_digest, read_prompt
+from xllm_service.servicers.prompt import cache_use, check_digest, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explain, explained, find_slot, no_slot, owned_slot
@@ -148,7 +148,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
                 make.clock.submitted = time.monotonic()
                 slot = owned.ownership.slot
-                events = engine.prefill(slot, ids, Bounds(context.time_remaining()), on_stall=live.stalled)
+                bounds = Bounds(context.time_remaining())
+                events = engine.prefill(slot, ids, bounds, cache=cache_use(prompt), on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
                         if progress.accepted is not None:
