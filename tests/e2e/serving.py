@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 from cyengine.types import EngineStats
 from xllm_client import NO_RETRY, AsyncClient, Client
-from xllm_service.app import Server, running
-from xllm_service.config import load_config
+from xllm_service.app import Server, load, running
+from xllm_service.config import ServeConfig, load_config
+from xllm_service.engine import CoreEngine, Model
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -39,9 +40,23 @@ def is_idle(server: Server) -> bool:
 @contextlib.asynccontextmanager
 async def serving(model: Path, folder: Path, **settings: object) -> AsyncIterator[tuple[Server, AsyncClient]]:
     """Serve `model` on a unix socket in `folder`, in this process."""
+    async with serving_around(model, folder, lambda core: core, settings) as both:
+        yield both
+
+
+@contextlib.asynccontextmanager
+async def serving_around(
+    model: Path, folder: Path, wrap: Callable[[CoreEngine], CoreEngine], settings: Mapping[str, object]
+) -> AsyncIterator[tuple[Server, AsyncClient]]:
+    """Serve as `serving` does, with something around the engine."""
     config = load_config(model, {"listen": [f"unix:{folder}/s/x.sock"], "kv_memory": "32MiB", **settings})
+
+    def loader(config: ServeConfig) -> tuple[Model, CoreEngine]:
+        model, core = load(config)
+        return model, wrap(core)
+
     async with (
-        running(config) as server,
+        running(config, loader=loader) as server,
         AsyncClient(str(server.endpoints[0]), retry=NO_RETRY, timeout_s=60) as client,
     ):
         yield server, client

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.serving import eventually, is_idle, serving
 from tests.e2e.slot_calls import Slots, failure
-from tests.fault.test_requests import unharmed
+from tests.fault.invariants import unharmed
 from xllm_client import AsyncClient
 from xllm_client.v1 import admin_service_pb2, slot_pb2
 from xllm_service.app import Server
