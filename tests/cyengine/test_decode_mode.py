@@ -36,10 +36,17 @@ SLOT_CALLS: dict[str, tuple[DecodeMode, Callable[[Engine, Slot], object]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[AUTO, BATCHED, PER_SLOT], ids=lambda mode: mode.name)
+ENGINES = [
+    pytest.param((backend, mode), id=f"{backend.name}-{mode.name}", marks=[pytest.mark.gpu] * (backend is Backend.CUDA))
+    for backend in (Backend.CPU, Backend.CUDA)
+    for mode in (AUTO, BATCHED, PER_SLOT)
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine_of_mode(request: pytest.FixtureRequest, tiny_model: pathlib.Path) -> tuple[DecodeMode, Engine]:
-    mode: DecodeMode = request.param
-    config = EngineConfig(backend=Backend.CPU, num_threads=1, decode_mode=mode, kv_memory=4 << 20)
+    backend, mode = request.param
+    config = EngineConfig(backend=backend, num_threads=1, decode_mode=mode, kv_memory=4 << 20)
     return mode, Engine(tiny_model, config)
 
 

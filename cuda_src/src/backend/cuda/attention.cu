@@ -42,6 +42,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 3, layer, kv.base)) return;
+  if (is_f32(weights)) return f32_attention(ws, weights, layer, kv);
   const ModelDims &dims = weights.dims;
   AttentionArgs args = {};
   args.q = ws.q.data<__half>();

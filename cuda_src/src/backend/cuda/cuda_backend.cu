@@ -90,13 +90,6 @@ void CudaBackend::synchronize() { check(cudaStreamSynchronize(stream_), "finish 
 
 namespace {
 
-void check_form(WeightForm form) {
-  if (form == WeightForm::kRaw) return;
-  throw Error(Status::kUnimplemented,
-              "CUDA: the per-slot form (weights dequantised to f32) is not built yet; use decode "
-              "mode batched, or the CPU backend");
-}
-
 constexpr int kMaxHidden = kRowThreads * 16;
 
 void check_limits(const ModelDims &dims) {
@@ -117,32 +110,41 @@ void check_limits(const ModelDims &dims) {
 BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
                               int max_step_tokens, int max_seqs) const {
   check_tensors(dims, tensors);
-  check_form(form);
   check_limits(dims);
+  if (form == WeightForm::kDequantized) (void)cublas();
   BackendPlan plan;
-  CudaWeights::plan(dims, tensors, &plan.weight_bytes, &plan.table_bytes);
-  plan.scratch_bytes =
-      CudaWorkspace::plan_bytes(dims, std::max(max_step_tokens, max_seqs), max_seqs);
+  CudaWeights::plan(dims, tensors, form, &plan.weight_bytes, &plan.table_bytes);
+  // The upload's buffers are gone before the workspace comes.
+  plan.scratch_bytes = std::max(
+      CudaWorkspace::plan_bytes(dims, form, std::max(max_step_tokens, max_seqs), max_seqs),
+      CudaWeights::kUploadBytes);
   return plan;
+}
+
+std::shared_ptr<const CublasLibrary> CudaBackend::cublas() const {
+  if (cublas_ == nullptr) cublas_ = CublasLibrary::open();
+  return cublas_;
 }
 
 std::unique_ptr<WeightSet> CudaBackend::load_weights(
     const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
     const std::function<void(uint64_t, uint64_t)> &progress) {
   check_tensors(dims, tensors);
-  check_form(form);
   check_limits(dims);
+  if (form == WeightForm::kDequantized) (void)cublas();
   check(cudaSetDevice(device_.index), "select the device");
-  return std::make_unique<CudaWeights>(dims, tensors, allocator_.get(), stream_, progress);
+  return std::make_unique<CudaWeights>(dims, tensors, form, allocator_.get(), stream_, progress);
 }
 
 std::unique_ptr<Workspace> CudaBackend::make_workspace(const WeightSet &weights, int max_seqs) {
   check(cudaSetDevice(device_.index), "select the device");
-  return std::make_unique<CudaWorkspace>(as_cuda(weights), allocator_.get(), stream_, max_seqs);
+  return std::make_unique<CudaWorkspace>(as_cuda(weights), allocator_.get(), stream_, max_seqs,
+                                         is_f32(as_cuda(weights)) ? cublas() : nullptr);
 }
 
 void CudaBackend::check_kv(const KvView &kv) const {
-  if (kv.layout.type != KvType::kF16) {
+  // f32 belongs to the per-slot form and cannot be asked for.
+  if (kv.layout.type != KvType::kF16 && kv.layout.type != KvType::kF32) {
     throw Error(Status::kUnimplemented,
                 "CUDA: only the KV type f16 is built yet; use --kv-type f16, or the CPU backend");
   }
@@ -189,7 +191,8 @@ void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch,
   } const guard{&in_step_};
   in_step_ = true;
   const int n = batch.num_tokens();
-  const bool is_decode = n == batch.num_seqs() && n == batch.num_logits() && n <= kMaxGraphRows;
+  const bool is_decode = n == batch.num_seqs() && n == batch.num_logits() &&
+                         n <= kMaxGraphRows && !is_f32(*ws.weights);
   begin_step(ws, batch, is_decode ? graph_rows(n) : n);
   if (!is_decode || !uses_graphs_) {
     stages();
@@ -307,6 +310,7 @@ void CudaBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out)
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_), "read a tap");
     synchronize();
   };
+  const bool is_plain_form = is_f32(*ws.weights);
   if (tap == Tap::kLogits) {
     const float *logits = host_logits(ws_base);
     out->assign(logits,
@@ -314,6 +318,11 @@ void CudaBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out)
   } else if (tap == Tap::kResidual) {
     out->resize(rows * static_cast<size_t>(dims.hidden_size));
     copy(ws.x.data(), out->size() * sizeof(float), out->data());
+  } else if (is_plain_form) {
+    const F32Scratch::Rows q = {ws.f32.q.data<float>(), dims.num_heads * dims.head_dim};
+    const F32Scratch::Rows &from = tap == Tap::kQuery ? q : ws.f32.last_act;
+    out->resize(rows * static_cast<size_t>(from.num_cols));
+    copy(from.data, out->size() * sizeof(float), out->data());
   } else if (tap == Tap::kQuery) {
     std::vector<__half> half(rows * static_cast<size_t>(dims.num_heads) *
                              static_cast<size_t>(dims.head_dim));

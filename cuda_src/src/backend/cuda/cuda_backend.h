@@ -70,6 +70,16 @@ class CudaBackend : public Backend {
   // the next product where that is faster.
   void add_and_normalize(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
                          const ActBuffer &act, const float *norm_weight);
+  // The stages in the dequantised form (per_slot.cu).
+  void f32_embed(CudaWorkspace &ws, const CudaWeights &weights);
+  void f32_qkv(CudaWorkspace &ws, const CudaWeights &weights, int layer, const KvView &kv);
+  void f32_attention(CudaWorkspace &ws, const CudaWeights &weights, int layer, const KvView &kv);
+  void f32_o_proj(CudaWorkspace &ws, const CudaWeights &weights, int layer);
+  void f32_ffn(CudaWorkspace &ws, const CudaWeights &weights, int layer);
+  void f32_head(CudaWorkspace &ws, const CudaWeights &weights);
+  void f32_normalize(CudaWorkspace &ws, const float *bias, const float *weight);
+  // Opened on first use; the dequantised form is refused where there is none.
+  std::shared_ptr<const CublasLibrary> cublas() const;
   void capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages);
   void check_kv(const KvView &kv) const override;
 
@@ -78,6 +88,7 @@ class CudaBackend : public Backend {
   std::function<void(const std::string &)> log_;
   std::unique_ptr<DeviceAllocator> allocator_;
   cudaStream_t stream_ = nullptr;
+  mutable std::shared_ptr<const CublasLibrary> cublas_;
   bool uses_graphs_ = true;
   bool defers_norms_ = true;  // off in measurements
   bool in_step_ = false;
@@ -86,6 +97,10 @@ class CudaBackend : public Backend {
 inline CudaWorkspace &as_cuda(Workspace &ws) { return static_cast<CudaWorkspace &>(ws); }
 inline const CudaWeights &as_cuda(const WeightSet &weights) {
   return static_cast<const CudaWeights &>(weights);
+}
+
+inline bool is_f32(const CudaWeights &weights) {
+  return weights.form() == WeightForm::kDequantized;
 }
 
 // For a graph's signature: what a stage would have been launched with. Returns true when that is

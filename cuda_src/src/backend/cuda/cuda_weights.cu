@@ -4,6 +4,8 @@
 
 #include "backend/cuda/cuda_check.h"
 #include "backend/cuda/cuda_weights.h"
+#include "backend/cuda/dequantize.h"
+#include "backend/cuda/planes.cuh"
 #include "backend/cuda/repack.h"
 #include "base/half.h"
 
@@ -11,20 +13,10 @@ namespace xllm::cuda {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-constexpr uint64_t kStagingBytes = uint64_t{8}
-                                   << 20;  // enough to hide the start of a copy; two of them
+// Enough to hide the start of a copy; there are two.
+constexpr uint64_t kStagingBytes = CudaWeights::kUploadBytes / 2;
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-void check_type(const MatrixView &matrix) {
-  if (weight_type_of(matrix.dtype) >= 0) return;
-  throw Error(Status::kModelUnsupported,
-              matrix.name + ": the CUDA backend has no kernel for " +
-                  dtype_info(matrix.dtype).name +
-                  "; use the CPU backend, or a file of q4_k, q5_k, q6_k, q8_0, q4_0, q4_1, q5_0, "
-                  "q5_1, q3_k or iq4_nl",
-              {{"tensor", matrix.name}});
-}
 
 float plain_element(const MatrixView &vector, int64_t i) {
   const auto *bytes = static_cast<const uint8_t *>(vector.data);
@@ -42,6 +34,7 @@ float plain_element(const MatrixView &vector, int64_t i) {
 // up sizes, one uploads.
 class Arena {
  public:
+  explicit Arena(WeightForm form) : form_(form) {}
   virtual ~Arena() = default;
   virtual DeviceMatrix matrix(const MatrixView &view) = 0;
   virtual const float *vector(const float *values, uint64_t count) = 0;
@@ -52,15 +45,31 @@ class Arena {
     for (int64_t i = 0; i < view.cols; ++i) values[static_cast<size_t>(i)] = plain_element(view, i);
     return vector(values.data(), values.size());
   }
+
+ protected:
+  // Kept as f32 rows: everything in the dequantised form, and the types that no tile holds.
+  bool is_expanded(const MatrixView &view) const {
+    return form_ == WeightForm::kDequantized || weight_type_of(view.dtype) < 0;
+  }
+  int type_of(const MatrixView &view) const {
+    return is_expanded(view) ? kWeightF32 : weight_type_of(view.dtype);
+  }
+  uint64_t bytes_of(const MatrixView &view) const {
+    if (!is_expanded(view)) return device_bytes(view);
+    return static_cast<uint64_t>(view.rows) * static_cast<uint64_t>(view.cols) * sizeof(float);
+  }
+
+ private:
+  WeightForm form_;
 };
 
 class SizeArena : public Arena {
  public:
+  using Arena::Arena;
   DeviceMatrix matrix(const MatrixView &view) override {
-    check_type(view);
-    total += aligned(device_bytes(view));
+    total += aligned(bytes_of(view));
     upload += view.size_bytes();
-    return {nullptr, weight_type_of(view.dtype), view.rows, view.cols};
+    return {nullptr, type_of(view), view.rows, view.cols};
   }
   const float *vector(const float * /*values*/, uint64_t count) override {
     total += aligned(count * sizeof(float));
@@ -75,9 +84,13 @@ class SizeArena : public Arena {
 // filled.
 class UploadArena : public Arena {
  public:
-  UploadArena(uint8_t *base, DeviceAllocator *allocator, cudaStream_t stream, uint64_t upload_bytes,
-              const std::function<void(uint64_t, uint64_t)> &progress)
-      : base_(base), stream_(stream), upload_bytes_(upload_bytes), progress_(progress) {
+  UploadArena(WeightForm form, uint8_t *base, DeviceAllocator *allocator, cudaStream_t stream,
+              uint64_t upload_bytes, const std::function<void(uint64_t, uint64_t)> &progress)
+      : Arena(form),
+        base_(base),
+        stream_(stream),
+        upload_bytes_(upload_bytes),
+        progress_(progress) {
     for (Lane &lane : lanes_) {
       lane.host = PinnedBuffer(kStagingBytes);
       lane.device = Buffer(allocator, kStagingBytes);
@@ -89,8 +102,8 @@ class UploadArena : public Arena {
   }
 
   DeviceMatrix matrix(const MatrixView &view) override {
-    const int type = weight_type_of(view.dtype);
-    uint8_t *to = take(device_bytes(view));
+    const int type = type_of(view);
+    uint8_t *to = take(bytes_of(view));
     const uint64_t row_bytes = view.row_bytes();
     const int64_t step =
         std::max<int64_t>(static_cast<int64_t>(kStagingBytes / row_bytes) / 16 * 16, 16);
@@ -101,8 +114,13 @@ class UploadArena : public Arena {
     for (int64_t row = 0; row < view.rows; row += step) {
       const int64_t count = std::min(step, view.rows - row);
       const uint64_t bytes = static_cast<uint64_t>(count) * row_bytes;
-      if (is_plain(type)) {
+      if (is_plain(type) && weight_type_of(view.dtype) == type) {
         copy(view.row(row), bytes, to + static_cast<uint64_t>(row) * row_bytes);
+      } else if (is_expanded(view)) {
+        Lane &lane = copy(view.row(row), bytes, nullptr);
+        dequantize(view.dtype, lane.device.data<uint8_t>(), count, view.cols,
+                   reinterpret_cast<float *>(to) + row * view.cols, stream_);
+        release(&lane);
       } else {
         Lane &lane = copy(view.row(row), bytes, nullptr);
         repack(view.dtype, lane.device.data<uint8_t>(), count, view.cols,
@@ -208,23 +226,23 @@ uint64_t table_size(const ModelDims &dims) {
 
 }  // namespace
 
-void CudaWeights::plan(const ModelDims &dims, const ModelTensors &tensors, uint64_t *weight_bytes,
-                       uint64_t *table_bytes) {
-  SizeArena size;
+void CudaWeights::plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                       uint64_t *weight_bytes, uint64_t *table_bytes) {
+  SizeArena size(form);
   walk(dims, tensors, &size, nullptr);
   *weight_bytes = size.total;
   *table_bytes = table_size(dims);
 }
 
-CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors,
+CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, WeightForm form,
                          DeviceAllocator *allocator, cudaStream_t stream,
                          const std::function<void(uint64_t, uint64_t)> &progress)
-    : dims(model) {
-  SizeArena size;
+    : dims(model), form_(form) {
+  SizeArena size(form);
   walk(dims, tensors, &size, nullptr);
   arena_ = Buffer(allocator, size.total + table_size(dims));
   const uint64_t tables = (dims.rope.coarse.size() + dims.rope.fine.size()) * sizeof(float);
-  UploadArena upload(arena_.data<uint8_t>(), allocator, stream, size.upload + tables, progress);
+  UploadArena upload(form, arena_.data<uint8_t>(), allocator, stream, size.upload + tables, progress);
   walk(dims, tensors, &upload, this);
   if (!dims.rope.coarse.empty()) {
     rope_coarse =

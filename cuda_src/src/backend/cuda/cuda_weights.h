@@ -1,5 +1,6 @@
-// The raw set of weights on the device: one allocation that holds every matrix as tiles
-// (planes.cuh), every norm and bias as f32, and the RoPE tables.
+// A set of weights on the device: one allocation that holds every matrix, every norm and bias as
+// f32, and the RoPE tables. Matrices are tiles (planes.cuh) in the raw form, f32 rows in the
+// dequantised one and for the types that no tile holds (q2_k, iq4_xs).
 #pragma once
 
 #include <functional>
@@ -27,16 +28,17 @@ class CudaWeights : public WeightSet {
  public:
   // Uploads on `stream` and waits for it. Throws Error(kMemory) before anything is copied when it
   // does not fit.
-  CudaWeights(const ModelDims &dims, const ModelTensors &tensors, DeviceAllocator *allocator,
-              cudaStream_t stream, const std::function<void(uint64_t, uint64_t)> &progress);
+  CudaWeights(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+              DeviceAllocator *allocator, cudaStream_t stream,
+              const std::function<void(uint64_t, uint64_t)> &progress);
 
-  WeightForm form() const override { return WeightForm::kRaw; }
+  WeightForm form() const override { return form_; }
   uint64_t size_bytes() const override { return arena_.size_bytes(); }
 
-  // Bytes that the constructor allocates, in two parts. Throws Error(kModelUnsupported) for a type
-  // without kernels.
-  static void plan(const ModelDims &dims, const ModelTensors &tensors, uint64_t *weight_bytes,
-                   uint64_t *table_bytes);
+  // Bytes that the constructor keeps, in two parts; kUploadBytes more while it runs.
+  static void plan(const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
+                   uint64_t *weight_bytes, uint64_t *table_bytes);
+  static constexpr uint64_t kUploadBytes = uint64_t{16} << 20;
 
   ModelDims dims;  // without the host copy of the RoPE tables
   DeviceMatrix embedding;
@@ -47,6 +49,7 @@ class CudaWeights : public WeightSet {
   const float *rope_coarse = nullptr, *rope_fine = nullptr;
 
  private:
+  WeightForm form_;
   Buffer arena_;
 };
 

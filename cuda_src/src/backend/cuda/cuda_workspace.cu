@@ -44,6 +44,10 @@ uint64_t squares_bytes(const ModelDims &dims) {
 
 constexpr int64_t kBatchRowBytes = 8 + 5 * 4;
 
+int64_t f32_logit_rows(int64_t rows) {
+  return (rows + Sgemm::kTokens - 1) / Sgemm::kTokens * Sgemm::kTokens;
+}
+
 }  // namespace
 
 void ActBuffer::allocate(Allocator *allocator, int64_t cols, int64_t num_rows,
@@ -62,19 +66,23 @@ void ActBuffer::allocate(Allocator *allocator, int64_t cols, int64_t num_rows,
 }
 
 CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cudaStream_t on,
-                             int seqs)
+                             int seqs, std::shared_ptr<const CublasLibrary> cublas)
     : weights(&set), allocator(memory), stream(on), max_seqs(seqs) {
   const ModelDims &dims = set.dims;
   hidden_norm.num_cols = dims.hidden_size;
   hidden_norm.eps = dims.rms_eps;
-  squares = Buffer(allocator, squares_bytes(dims));
-  split_entries = wanted_split_entries(dims);
-  split_out = Buffer(allocator,
-                     bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
-  split_stats = Buffer(allocator, bytes_of(split_entries, sizeof(float2)));
-  split_counters = Buffer(allocator, bytes_of(split_entries, sizeof(int)));
-  check(cudaMemsetAsync(split_counters.data(), 0, split_counters.size_bytes(), stream),
-        "clear counters");
+  if (is_f32()) {
+    f32.sgemm = std::make_unique<Sgemm>(std::move(cublas), allocator, stream);
+  } else {
+    squares = Buffer(allocator, squares_bytes(dims));
+    split_entries = wanted_split_entries(dims);
+    split_out = Buffer(
+        allocator, bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
+    split_stats = Buffer(allocator, bytes_of(split_entries, sizeof(float2)));
+    split_counters = Buffer(allocator, bytes_of(split_entries, sizeof(int)));
+    check(cudaMemsetAsync(split_counters.data(), 0, split_counters.size_bytes(), stream),
+          "clear counters");
+  }
   sampled = Buffer(allocator, bytes_of(seqs, sizeof(int32_t)));
   check(cudaMemsetAsync(sampled.data(), 0, sampled.size_bytes(), stream), "clear ids");
   for (Staging &staging : staging_)
@@ -97,7 +105,7 @@ void CudaWorkspace::drop_graphs() {
 }
 
 uint64_t CudaWorkspace::size_bytes() const {
-  uint64_t total = 0;
+  uint64_t total = is_f32() ? f32.sgemm->size_bytes() : 0;
   for (const Buffer *buffer : {&x,
                                &qkv,
                                &q,
@@ -117,6 +125,9 @@ uint64_t CudaWorkspace::size_bytes() const {
                                &split_out,
                                &split_stats,
                                &split_counters,
+                               &f32.act,
+                               &f32.q,
+                               &f32.head_act,
                                &batch_memory,
                                &sampled,
                                &argmax,
@@ -126,9 +137,19 @@ uint64_t CudaWorkspace::size_bytes() const {
   return total;
 }
 
-uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, int num_rows, int max_seqs) {
+uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, int num_rows,
+                                   int max_seqs) {
   const int64_t rows = padded(std::max(num_rows, 1)), logits = padded(std::max(max_seqs, 1));
   uint64_t total = 0;
+  if (form == WeightForm::kDequantized) {
+    total += Sgemm::kWorkspaceBytes;
+    total += bytes_of(rows, 4) *
+             static_cast<uint64_t>(2 * int64_t{dims.hidden_size} + qkv_cols(dims) +
+                                   2 * q_cols(dims) + 2 * int64_t{dims.intermediate_size});
+    total += bytes_of(f32_logit_rows(std::max(max_seqs, 1)), 4) *
+             static_cast<uint64_t>(dims.vocab_size + dims.hidden_size);
+    return total + bytes_of(rows, kBatchRowBytes) + bytes_of(logits, 64 * 8 + 8);
+  }
   total +=
       bytes_of(rows, 4) * static_cast<uint64_t>(dims.hidden_size + qkv_cols(dims) + q_cols(dims));
   total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
@@ -161,18 +182,29 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
     grow(&x, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
     grow(&qkv, bytes_of(n, 4) * static_cast<uint64_t>(qkv_cols(dims)));
     grow(&attention_out, bytes_of(n, 4) * static_cast<uint64_t>(q_cols(dims)));
-    grow(&q, bytes_of(n, 2) * static_cast<uint64_t>(q_cols(dims)));
-    grow(&partials, partial_bytes(dims, n));
-    act_hidden.allocate(allocator, dims.hidden_size, n, stream);
-    act_attention.allocate(allocator, q_cols(dims), n, stream);
-    act_ffn.allocate(allocator, dims.intermediate_size, n, stream);
+    if (is_f32()) {
+      grow(&f32.act, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
+      grow(&f32.q, bytes_of(n, 4) * static_cast<uint64_t>(q_cols(dims)));
+    } else {
+      grow(&q, bytes_of(n, 2) * static_cast<uint64_t>(q_cols(dims)));
+      grow(&partials, partial_bytes(dims, n));
+      act_hidden.allocate(allocator, dims.hidden_size, n, stream);
+      act_attention.allocate(allocator, q_cols(dims), n, stream);
+      act_ffn.allocate(allocator, dims.intermediate_size, n, stream);
+    }
     row_capacity_ = static_cast<int>(n);
   }
   if (logit_rows > logit_capacity_) {
-    const int64_t n = logit_rows <= 8 ? 8 : padded(logit_rows);
+    const int64_t n = is_f32()          ? f32_logit_rows(logit_rows)
+                      : logit_rows <= 8 ? 8
+                                        : padded(logit_rows);
     logit_capacity_ = 0;
     grow(&logits, bytes_of(n, 4) * static_cast<uint64_t>(dims.vocab_size));
-    act_head.allocate(allocator, dims.hidden_size, padded(n), stream);
+    if (is_f32()) {
+      grow(&f32.head_act, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
+    } else {
+      act_head.allocate(allocator, dims.hidden_size, padded(n), stream);
+    }
     grow(&argmax, bytes_of(n, 64 * 8));
     grow(&chosen, bytes_of(n, 4));
     logit_capacity_ = static_cast<int>(n);

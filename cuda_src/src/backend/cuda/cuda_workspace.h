@@ -3,11 +3,13 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <tuple>
 #include <vector>
 
 #include "backend/backend.h"
 #include "backend/cuda/act_quant.cuh"
+#include "backend/cuda/cublas.h"
 #include "backend/cuda/cuda_weights.h"
 #include "backend/cuda/matmul_args.cuh"
 
@@ -29,6 +31,19 @@ struct ActBuffer {
   void allocate(Allocator *allocator, int64_t cols, int64_t num_rows, cudaStream_t stream);
 };
 
+// What the per-slot form has in place of quantised activations.
+struct F32Scratch {
+  struct Rows {
+    const float *data = nullptr;
+    int num_cols = 0;
+  };
+  std::unique_ptr<Sgemm> sgemm;
+  Buffer act;       // [rows, hidden]
+  Buffer q;         // [rows, q]
+  Buffer head_act;  // [logits, hidden]
+  Rows last_act;
+};
+
 // The batch as the kernels read it: one staging copy per step, fixed addresses. Arrays of
 // row_capacity entries, then the tables.
 struct DeviceBatch {
@@ -43,13 +58,14 @@ struct DeviceBatch {
 
 class CudaWorkspace : public Workspace {
  public:
+  // cublas: for weights of the dequantised form.
   CudaWorkspace(const CudaWeights &weights, DeviceAllocator *allocator, cudaStream_t stream,
-                int max_seqs);
+                int max_seqs, std::shared_ptr<const CublasLibrary> cublas);
   ~CudaWorkspace() override;
 
   uint64_t size_bytes() const override;
   // Bytes for steps of `num_rows` rows and as many logits as sequences.
-  static uint64_t plan_bytes(const ModelDims &dims, int num_rows, int max_seqs);
+  static uint64_t plan_bytes(const ModelDims &dims, WeightForm form, int num_rows, int max_seqs);
 
   // Makes room for a step and forgets the graphs if anything moved. Waits for the device when it
   // has to grow.
@@ -93,6 +109,7 @@ class CudaWorkspace : public Workspace {
   Buffer squares;        // [8, hidden / 32] f32, of a deferred norm
   DeferredNorm hidden_norm = {};  // what the stage before left undone in act_hidden
   ActBuffer act_hidden, act_attention, act_ffn, act_head;
+  F32Scratch f32;  // empty in the raw form, which has all the others
   Buffer split_out, split_stats, split_counters;  // attention.cuh
   int64_t split_entries = 0;
   Buffer batch_memory;
@@ -107,6 +124,7 @@ class CudaWorkspace : public Workspace {
 
  private:
   void grow(Buffer *buffer, uint64_t bytes);
+  bool is_f32() const { return weights->form() == WeightForm::kDequantized; }
 
   int row_capacity_ = 0;
   int logit_capacity_ = 0;

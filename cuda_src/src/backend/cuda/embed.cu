@@ -11,6 +11,7 @@ void CudaBackend::embed(Workspace &ws_base, const WeightSet &weights_base,
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 1, &weights)) return;
   if (!in_step_) begin_step(ws, batch, batch.num_tokens());
+  if (is_f32(weights)) return f32_embed(ws, weights);
   const ModelDims &dims = weights.dims;
   EmbedArgs args = {};
   args.table = weights.embedding.data;

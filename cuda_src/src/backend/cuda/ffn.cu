@@ -10,6 +10,7 @@ void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int lay
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 5, layer)) return;
+  if (is_f32(weights)) return f32_ffn(ws, weights, layer);
   const ModelDims &dims = weights.dims;
   const auto index = static_cast<size_t>(layer);
   const CudaLayer &of = weights.layers[index];

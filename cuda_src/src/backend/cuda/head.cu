@@ -9,6 +9,7 @@ void CudaBackend::head(Workspace &ws_base, const WeightSet &weights_base,
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 6, ws.num_logits)) return;
+  if (is_f32(weights)) return f32_head(ws, weights);
   if (ws.num_logits == 0) return;
   const ActView *act = &ws.act_hidden.view;
   if (!ws.is_identity) {

@@ -7,7 +7,9 @@ void CudaBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int 
                          const ForwardBatch & /*batch*/) {
   CudaWorkspace &ws = as_cuda(ws_base);
   if (records(ws, 4, layer)) return;
-  const CudaLayer &of = as_cuda(weights_base).layers[static_cast<size_t>(layer)];
+  const CudaWeights &weights = as_cuda(weights_base);
+  if (is_f32(weights)) return f32_o_proj(ws, weights, layer);
+  const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
   add_and_normalize(ws, of.o, of.o_bias, ws.act_attention, of.ffn_norm);
 }
 
