@@ -21,7 +21,7 @@ echo "built in $((SECONDS - start)) s"
 
 # Two programs, so that a check that fails or hangs does not take the measurements with it.
 status=0
-for part in check:repack,matmul,stages,invariance bench:bandwidth,decode; do
+for part in check:repack,matmul,sample,stages,invariance bench:bandwidth,decode; do
   start=$SECONDS
   name=${part%%:*}
   timeout 210 $build/cuda_backend_check --parts "${part#*:}" --json "$out/$name.json" "$@" 2>&1 | tee "$out/$name.log"

@@ -91,6 +91,7 @@ void check_matmul(Report *report);
 // is_quick: one model and one step, for tools that slow the device down.
 void check_stages(Report *report, bool is_quick);
 void check_invariance(Report *report, bool is_quick);
+void check_sample(Report *report, bool is_quick);
 void bench_bandwidth(Report *report);
 void bench_decode(Report *report, const Options &options);
 

@@ -111,7 +111,9 @@ def test_chunks_of_a_prompt_change_nothing_in_the_per_slot_form(model: pathlib.P
 def test_an_auto_engine_loads_each_form_on_first_use(model: pathlib.Path) -> None:
     request = Request(prompt=PROMPT, max_tokens=12, ignore_eos=True)
     with Engine(model, CUDA) as batched, Engine(model, PER_SLOT) as per_slot:
-        alone = {mode: tokens(e, request) for mode, e in ((DecodeMode.BATCHED, batched), (DecodeMode.PER_SLOT, per_slot))}
+        alone = {
+            mode: tokens(e, request) for mode, e in ((DecodeMode.BATCHED, batched), (DecodeMode.PER_SLOT, per_slot))
+        }
     with Engine(model, dataclasses.replace(CUDA, decode_mode=DecodeMode.AUTO)) as auto:
         assert auto.info.plan.raw_weight_bytes > 0 and auto.info.plan.dequantized_weight_bytes > 0
         for mode in (DecodeMode.PER_SLOT, DecodeMode.BATCHED, DecodeMode.PER_SLOT):

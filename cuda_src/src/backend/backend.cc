@@ -218,4 +218,13 @@ bool Backend::sample(Workspace & /*ws*/, const ForwardBatch & /*batch*/,
   return false;
 }
 
+bool Backend::start_sample(Workspace & /*ws*/, const ForwardBatch & /*batch*/,
+                           Span<const SampleRow> /*rows*/) {
+  return false;
+}
+
+void Backend::finish_sample(Workspace & /*ws*/, Span<int32_t> /*token_ids*/) {
+  throw Error(Status::kInternal, "no sampling was started");
+}
+
 }  // namespace xllm

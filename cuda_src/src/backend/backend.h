@@ -279,9 +279,14 @@ class Backend {
   // Choose one token per row of the last head() on the device. Returns false, having done nothing,
   // where the device has no sampler or a row wants what it lacks; the caller then samples on the
   // host from host_logits. token_ids [num rows] is valid after return; an id of -1 says that the
-  // row's logits were not finite.
+  // row's logits were not finite, -2 that bias and mask leave no token.
   virtual bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows,
                       Span<int32_t> token_ids);
+  // The same in two parts, so that the next step can be started before this one's tokens are read
+  // (its token_ids are kSampledOnDevice). At most two are started and not finished; finish_sample
+  // waits for the older. start_sample returns false where sample would.
+  virtual bool start_sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows);
+  virtual void finish_sample(Workspace &ws, Span<int32_t> token_ids);
 
   // Copy `num_blocks` blocks of the pool (copy-on-write of a shared, partly filled block). src and
   // dst hold block ids.

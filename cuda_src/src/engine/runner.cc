@@ -40,7 +40,8 @@ std::vector<Sampled> Runner::sample(const std::vector<SampleRow> &sample_rows) {
   if (backend_->sample(*workspace_, builder_.finish(), sample_rows, ids)) {
     for (size_t i = 0; i < ids.size(); ++i) {
       chosen[i].token_id = ids[i];
-      if (ids[i] < 0) chosen[i].outcome = SampleOutcome::kNotFinite;
+      if (ids[i] == -1) chosen[i].outcome = SampleOutcome::kNotFinite;
+      if (ids[i] == -2) chosen[i].outcome = SampleOutcome::kAllForbidden;
     }
     return chosen;
   }

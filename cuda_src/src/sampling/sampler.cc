@@ -7,13 +7,10 @@
 #include "base/half.h"
 #include "base/rng.h"
 #include "sampling/exp_log.h"
+#include "sampling/weight.h"
 
 namespace xllm {
 namespace {
-
-// Weights up to here are those that exp_neg gives for what is out of reach, forbidden ids among
-// them.
-constexpr double kNoWeight = 1e-300;
 
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();
 
@@ -136,14 +133,13 @@ void Sampler::keep_largest(const float *logits, int32_t n, int32_t k) {
 }
 
 // Fills weights_ and returns their sum.
-double Sampler::weigh(const float *logits, int32_t n, float largest, double temperature) {
+uint64_t Sampler::weigh(const float *logits, int32_t n, float largest, double temperature) {
   weights_.resize(static_cast<size_t>(n));
   for (int32_t i = 0; i < n; ++i) {
-    weights_[static_cast<size_t>(i)] =
-        exp_neg((static_cast<double>(logits[i]) - largest) / temperature);
+    weights_[static_cast<size_t>(i)] = weight_of(logits[i], largest, temperature);
   }
-  double total = 0;
-  for (const double weight : weights_) total += weight;
+  uint64_t total = 0;
+  for (const uint64_t weight : weights_) total += weight;
   return total;
 }
 
@@ -151,24 +147,26 @@ int32_t Sampler::draw(const float *logits, const SampleRow &row, float largest) 
   const int32_t n = row.num_choosable;
   const double temperature = row.temperature;
   const auto by_id = [](const Weighted &a, const Weighted &b) { return a.id < b.id; };
-  double total = 0;
+  uint64_t total = 0;
   if (row.top_k > 0 && row.top_k < n) {
     keep_largest(logits, n, row.top_k);
     std::sort(kept_.begin(), kept_.end(), by_id);
     for (Weighted &w : kept_) {
-      w.weight = exp_neg((static_cast<double>(w.logit) - largest) / temperature);
+      w.weight = weight_of(w.logit, largest, temperature);
       total += w.weight;
     }
   } else {
     total = weigh(logits, n, largest, temperature);
     // Weights below `floor` sum to less than 1 - top_p of the total, so the others reach top_p
     // without them: what is sorted is a small part of the vocabulary. The factor covers the
-    // rounding of the sums.
-    const double floor = (1 - static_cast<double>(row.top_p)) * total / n * (1 - 1e-6);
+    // rounding of the products.
+    const double floor =
+        (1 - static_cast<double>(row.top_p)) * static_cast<double>(total) / n * (1 - 1e-6);
     kept_.clear();
     for (int32_t i = 0; i < n; ++i) {
-      const double weight = weights_[static_cast<size_t>(i)];
-      if (weight > kNoWeight && weight >= floor) kept_.push_back({i, logits[i], weight});
+      const uint64_t weight = weights_[static_cast<size_t>(i)];
+      if (weight > 0 && static_cast<double>(weight) >= floor)
+        kept_.push_back({i, logits[i], weight});
     }
   }
   if (row.top_p < 1) {
@@ -176,10 +174,10 @@ int32_t Sampler::draw(const float *logits, const SampleRow &row, float largest) 
     std::sort(kept_.begin(), kept_.end(), by_id);
   }
   if (row.min_p > 0) {
-    const double min_p = row.min_p;
+    const uint64_t min_weight = fixed_weight(static_cast<double>(row.min_p));
     // The second half: weights of nearly tied logits may round to 1.
     const auto is_dropped = [&](const Weighted &w) {
-      return w.weight < min_p || (min_p == 1 && w.logit != largest);
+      return w.weight < min_weight || (row.min_p == 1 && w.logit != largest);
     };
     kept_.erase(std::remove_if(kept_.begin(), kept_.end(), is_dropped), kept_.end());
   }
@@ -187,25 +185,23 @@ int32_t Sampler::draw(const float *logits, const SampleRow &row, float largest) 
   total = 0;
   for (const Weighted &w : kept_) total += w.weight;
   const Philox random = philox(row.seed, row.position);
-  const uint64_t bits = (uint64_t{random.value[0]} << 32 | random.value[1]) >> 11;
-  const double target = static_cast<double>(bits) * 0x1p-53 * total;
-  double sum = 0;
-  int32_t chosen = -1;
+  const uint64_t target = scaled(uint64_t{random.value[0]} << 32 | random.value[1], total);
+  uint64_t sum = 0;
   for (const Weighted &w : kept_) {
-    if (w.weight > kNoWeight) chosen = w.id;  // rounding may leave the sum just below the target
     sum += w.weight;
-    if (sum > target) break;
+    if (sum > target) return w.id;
   }
-  XLLM_DCHECK(chosen >= 0);
-  return chosen;
+  XLLM_DCHECK(false);  // the best token's weight is not 0, so total > target
+  return kept_.back().id;
 }
 
 // Sorts no further than it has to: the best 64 first, then four times as many at a time.
-void Sampler::keep_top_p(double top_p, double total) {
+void Sampler::keep_top_p(double top_p, uint64_t total) {
   const auto best_first = [](const Weighted &a, const Weighted &b) {
     return is_better(a.logit, a.id, b.logit, b.id);
   };
-  double sum = 0;
+  const auto needed = static_cast<uint64_t>(top_p * static_cast<double>(total));
+  uint64_t sum = 0;
   size_t num_kept = 0;
   for (size_t count = 64; num_kept < kept_.size(); count *= 4) {
     const size_t end = std::min(num_kept + count, kept_.size());
@@ -215,7 +211,7 @@ void Sampler::keep_top_p(double top_p, double total) {
     std::sort(first, last, best_first);
     while (num_kept < end) {
       sum += kept_[num_kept++].weight;
-      if (sum >= top_p * total) {
+      if (sum >= needed) {
         kept_.resize(num_kept);
         return;
       }
@@ -224,7 +220,8 @@ void Sampler::keep_top_p(double top_p, double total) {
 }
 
 void Sampler::add_logprobs(const float *logits, const SampleRow &row, float largest, Sampled *out) {
-  const double log_sum = largest + log_pos(weigh(logits, row.num_choosable, largest, 1));
+  const uint64_t total = weigh(logits, row.num_choosable, largest, 1);
+  const double log_sum = largest + log_pos(static_cast<double>(total) / kUnitWeight);
   const auto logprob = [&](float logit) { return static_cast<float>(logit - log_sum); };
   out->logprob = logprob(logits[out->token_id]);
   const int32_t num_candidates = row.num_logprobs - 1;

@@ -14,8 +14,8 @@
 //   7. draw              u in [0, 1) from philox(seed, position); the first kept id, ascending,
 //   whose
 //                        running sum of weights exceeds u times the whole sum
-// Weights and sums are double and added in ascending id order (5: descending weight), so a row's
-// token is a function of its logits and its SampleRow alone.
+// Weights are integers (weight.h), so sums are exact: a row's token is a function of its logits and
+// its SampleRow alone, on every device. What weighs less than 3e-14 of the best is never drawn.
 #pragma once
 
 #include <cstdint>
@@ -54,19 +54,19 @@ class Sampler {
   struct Weighted {
     int32_t id;
     float logit;
-    double weight;
+    uint64_t weight;
   };
 
   void adjust(const float *logits, const SampleRow &row);
   void forbid(const uint32_t *mask, int32_t n);
   int32_t draw(const float *logits, const SampleRow &row, float largest);
-  double weigh(const float *logits, int32_t n, float largest, double temperature);
+  uint64_t weigh(const float *logits, int32_t n, float largest, double temperature);
   void keep_largest(const float *logits, int32_t n, int32_t k);
-  void keep_top_p(double top_p, double total);
+  void keep_top_p(double top_p, uint64_t total);
   void add_logprobs(const float *logits, const SampleRow &row, float largest, Sampled *out);
 
-  std::vector<float> adjusted_;  // [num_choosable] after bias, mask and penalties
-  std::vector<double> weights_;  // [num_choosable]
+  std::vector<float> adjusted_;    // [num_choosable] after bias, mask and penalties
+  std::vector<uint64_t> weights_;  // [num_choosable]
   std::vector<Weighted> kept_;
 };
 

@@ -1,9 +1,8 @@
-#include "backend/cuda/cublas.h"
-
 #include <dlfcn.h>
 
 #include <string>
 
+#include "backend/cuda/cublas.h"
 #include "backend/cuda/cuda_check.h"
 
 namespace xllm::cuda {

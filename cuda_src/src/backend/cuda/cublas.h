@@ -38,8 +38,8 @@ class CublasLibrary {
 // out = x W^T in f32, nothing rounded to less (no TF32). One per workspace.
 class Sgemm {
  public:
-  // Tokens of every call: the kernel that cuBLAS chooses, and so the bytes of a row, must not depend
-  // on how many rows a step has. Buffers hold a multiple of this many rows.
+  // Tokens of every call: the kernel that cuBLAS chooses, and so the bytes of a row, must not
+  // depend on how many rows a step has. Buffers hold a multiple of this many rows.
   static constexpr int kTokens = 16;
   static constexpr uint64_t kWorkspaceBytes = uint64_t{32} << 20;  // what cuBLAS asks for on sm_90
 

@@ -115,9 +115,9 @@ BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors
   BackendPlan plan;
   CudaWeights::plan(dims, tensors, form, &plan.weight_bytes, &plan.table_bytes);
   // The upload's buffers are gone before the workspace comes.
-  plan.scratch_bytes = std::max(
-      CudaWorkspace::plan_bytes(dims, form, std::max(max_step_tokens, max_seqs), max_seqs),
-      CudaWeights::kUploadBytes);
+  plan.scratch_bytes =
+      std::max(CudaWorkspace::plan_bytes(dims, form, std::max(max_step_tokens, max_seqs), max_seqs),
+               CudaWeights::kUploadBytes);
   return plan;
 }
 
@@ -191,8 +191,8 @@ void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch,
   } const guard{&in_step_};
   in_step_ = true;
   const int n = batch.num_tokens();
-  const bool is_decode = n == batch.num_seqs() && n == batch.num_logits() &&
-                         n <= kMaxGraphRows && !is_f32(*ws.weights);
+  const bool is_decode = n == batch.num_seqs() && n == batch.num_logits() && n <= kMaxGraphRows &&
+                         !is_f32(*ws.weights);
   begin_step(ws, batch, is_decode ? graph_rows(n) : n);
   if (!is_decode || !uses_graphs_) {
     stages();

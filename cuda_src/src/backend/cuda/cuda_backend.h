@@ -45,6 +45,9 @@ class CudaBackend : public Backend {
   const float *host_logits(Workspace &ws) override;
   bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows,
               Span<int32_t> token_ids) override;
+  bool start_sample(Workspace &ws, const ForwardBatch &batch,
+                    Span<const SampleRow> rows) override;
+  void finish_sample(Workspace &ws, Span<int32_t> token_ids) override;
   void copy_blocks(const KvView &kv, Span<const int32_t> src, Span<const int32_t> dst) override;
   void read_tap(Workspace &ws, Tap tap, std::vector<float> *out) override;
 

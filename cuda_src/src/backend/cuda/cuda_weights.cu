@@ -242,7 +242,8 @@ CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, We
   walk(dims, tensors, &size, nullptr);
   arena_ = Buffer(allocator, size.total + table_size(dims));
   const uint64_t tables = (dims.rope.coarse.size() + dims.rope.fine.size()) * sizeof(float);
-  UploadArena upload(form, arena_.data<uint8_t>(), allocator, stream, size.upload + tables, progress);
+  UploadArena upload(form, arena_.data<uint8_t>(), allocator, stream, size.upload + tables,
+                     progress);
   walk(dims, tensors, &upload, this);
   if (!dims.rope.coarse.empty()) {
     rope_coarse =

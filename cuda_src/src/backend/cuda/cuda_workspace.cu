@@ -87,6 +87,8 @@ CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cu
   check(cudaMemsetAsync(sampled.data(), 0, sampled.size_bytes(), stream), "clear ids");
   for (Staging &staging : staging_)
     check(cudaEventCreateWithFlags(&staging.is_free, cudaEventDisableTiming), "create an event");
+  for (SampleBatch &samples : sample_batches_)
+    check(cudaEventCreateWithFlags(&samples.is_done, cudaEventDisableTiming), "create an event");
 }
 
 CudaWorkspace::~CudaWorkspace() {
@@ -94,6 +96,9 @@ CudaWorkspace::~CudaWorkspace() {
   drop_graphs();
   for (Staging &staging : staging_) {
     if (staging.is_free != nullptr) (void)cudaEventDestroy(staging.is_free);
+  }
+  for (SampleBatch &samples : sample_batches_) {
+    if (samples.is_done != nullptr) (void)cudaEventDestroy(samples.is_done);
   }
 }
 
@@ -130,8 +135,12 @@ uint64_t CudaWorkspace::size_bytes() const {
                                &f32.head_act,
                                &batch_memory,
                                &sampled,
-                               &argmax,
-                               &chosen}) {
+                               &chosen,
+                               &sample_parts,
+                               &bins,
+                               &adjusted,
+                               &sample_batches_[0].wishes,
+                               &sample_batches_[1].wishes}) {
     total += buffer->size_bytes();
   }
   return total;
@@ -148,7 +157,7 @@ uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, int n
                                    2 * q_cols(dims) + 2 * int64_t{dims.intermediate_size});
     total += bytes_of(f32_logit_rows(std::max(max_seqs, 1)), 4) *
              static_cast<uint64_t>(dims.vocab_size + dims.hidden_size);
-    return total + bytes_of(rows, kBatchRowBytes) + bytes_of(logits, 64 * 8 + 8);
+    return total + bytes_of(rows, kBatchRowBytes) + sampler_bytes(dims.vocab_size, max_seqs);
   }
   total +=
       bytes_of(rows, 4) * static_cast<uint64_t>(dims.hidden_size + qkv_cols(dims) + q_cols(dims));
@@ -159,7 +168,7 @@ uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, int n
            ActBuffer::bytes(dims.intermediate_size, rows) +
            ActBuffer::bytes(dims.hidden_size, logits);
   total += bytes_of(wanted_split_entries(dims), static_cast<uint64_t>(dims.head_dim) * 4 + 8 + 4);
-  total += bytes_of(rows, kBatchRowBytes) + bytes_of(logits, 64 * 8 + 8);
+  total += bytes_of(rows, kBatchRowBytes) + sampler_bytes(dims.vocab_size, max_seqs);
   return total;
 }
 
@@ -205,7 +214,6 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
     } else {
       act_head.allocate(allocator, dims.hidden_size, padded(n), stream);
     }
-    grow(&argmax, bytes_of(n, 64 * 8));
     grow(&chosen, bytes_of(n, 4));
     logit_capacity_ = static_cast<int>(n);
   }

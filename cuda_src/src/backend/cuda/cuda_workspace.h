@@ -76,6 +76,19 @@ class CudaWorkspace : public Workspace {
   // `gate_up`, made on first use: [row capacity, 2 * intermediate] f32.
   float *unfused_gate_up();
 
+  // What crosses the bus for the choice of a step's tokens, both ways. There are two, so that one
+  // step's may be asked for while the one before it is on its way.
+  struct SampleBatch {
+    PinnedBuffer upload, chosen;
+    Buffer wishes;
+    cudaEvent_t is_done = nullptr;
+    size_t num_rows = 0;
+  };
+  // The next one to fill, for so many rows and bytes; and the oldest that was not taken.
+  SampleBatch &next_sample_batch(size_t num_rows, size_t num_bytes);
+  SampleBatch &oldest_sample_batch();
+  void reserve_sampler(size_t num_rows, size_t num_adjusted, bool has_selections);
+
   // A captured step and what it was captured for.
   struct Graph {
     int num_uses = 0;
@@ -109,20 +122,22 @@ class CudaWorkspace : public Workspace {
   Buffer squares;        // [8, hidden / 32] f32, of a deferred norm
   DeferredNorm hidden_norm = {};  // what the stage before left undone in act_hidden
   ActBuffer act_hidden, act_attention, act_ffn, act_head;
-  F32Scratch f32;  // empty in the raw form, which has all the others
+  F32Scratch f32;                                 // empty in the raw form, which has all the others
   Buffer split_out, split_stats, split_counters;  // attention.cuh
   int64_t split_entries = 0;
   Buffer batch_memory;
   DeviceBatch batch;
-  Buffer sampled;  // [max_seqs] the id chosen last for a sampler row
-  Buffer argmax;   // partial results, sample.cu
-  Buffer chosen;   // [max_seqs] ids of this step's logits
-  PinnedBuffer host_logits, host_chosen;
+  Buffer sampled;                       // [max_seqs] the id chosen last for a sampler row
+  Buffer chosen;                        // [max_seqs] ids of this step's logits
+  Buffer sample_parts, bins, adjusted;  // sample.cuh
+  size_t num_bin_rows = 0;
+  PinnedBuffer host_logits;
   const ActBuffer *last_act = nullptr;
 
   std::map<std::tuple<int, int>, Graph> graphs;  // by (rows, max_splits)
 
  private:
+  static uint64_t sampler_bytes(int64_t vocab, int64_t rows);  // sample.cu
   void grow(Buffer *buffer, uint64_t bytes);
   bool is_f32() const { return weights->form() == WeightForm::kDequantized; }
 
@@ -136,6 +151,8 @@ class CudaWorkspace : public Workspace {
   };
   Staging staging_[4];
   int next_staging_ = 0;
+  SampleBatch sample_batches_[2];
+  uint64_t num_sample_starts_ = 0, num_sample_ends_ = 0;
 };
 
 }  // namespace xllm::cuda

@@ -1,9 +1,8 @@
-#include "backend/cuda/dequantize.h"
-
 #include <algorithm>
 
 #include "backend/cuda/cuda_check.h"
 #include "backend/cuda/dequantize.cuh"
+#include "backend/cuda/dequantize.h"
 
 namespace xllm {
 namespace cuda {

@@ -84,7 +84,8 @@ __device__ __forceinline__ float row_element(int type, const uint8_t *row, int64
       const auto &b = reinterpret_cast<const BlockQ2_K *>(row)[super];
       const int q = b.qs[e / 128 * 32 + k] >> (2 * (e % 128 / 32)) & 3;
       const int scale = b.scales[e / 16];
-      const float product = (half_value(b.d) * static_cast<float>(scale & 15)) * static_cast<float>(q);
+      const float product =
+          (half_value(b.d) * static_cast<float>(scale & 15)) * static_cast<float>(q);
       const float shift = half_value(b.dmin) * static_cast<float>(scale >> 4);
       return product - shift;
     }

@@ -10,7 +10,8 @@
 namespace xllm {
 namespace cuda {
 
-// Rows [0, num_rows) at `raw` (device memory, as in the file, any type) to out [num_rows, num_cols].
+// Rows [0, num_rows) at `raw` (device memory, as in the file, any type) to out [num_rows,
+// num_cols].
 void dequantize(DType dtype, const uint8_t *raw, int64_t num_rows, int64_t num_cols, float *out,
                 cudaStream_t stream);
 

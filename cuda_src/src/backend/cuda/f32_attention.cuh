@@ -19,8 +19,8 @@ struct F32AttentionArgs {
 };
 
 // Keys 256 at a time, ascending, the weights so far shrunk as the maximum grows. Where a head is
-// narrower than the CTA, groups of threads take every second (fourth, ...) key of the values and add
-// up at the end. The order follows from the row's position alone. Grid: x heads, y tokens.
+// narrower than the CTA, groups of threads take every second (fourth, ...) key of the values and
+// add up at the end. The order follows from the row's position alone. Grid: x heads, y tokens.
 __global__ void __launch_bounds__(kF32Threads)
     f32_attention_kernel(const __grid_constant__ F32AttentionArgs args) {
   __shared__ float query[kMaxHeadDim];
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kF32Threads)
     const int count = min(kF32Threads, context - key0);
     if (group < num_groups) {
       for (int n = group; n < count; n += num_groups)
-        acc = __fmaf_rn(weights[n], key_row(key0 + n, args.kv.num_kv_heads + kv_head)[channel], acc);
+        acc =
+            __fmaf_rn(weights[n], key_row(key0 + n, args.kv.num_kv_heads + kv_head)[channel], acc);
     }
     __syncthreads();
   }

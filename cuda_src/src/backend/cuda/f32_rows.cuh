@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(kF32Threads)
     }
     sum = __fmaf_rn(v, v, sum);
   }
-  const float mean =
-      __fdiv_rn(block_sum<kF32Threads>(sum, shared), static_cast<float>(num_cols));
+  const float mean = __fdiv_rn(block_sum<kF32Threads>(sum, shared), static_cast<float>(num_cols));
   const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
   float *to = out + static_cast<int64_t>(blockIdx.x) * num_cols;
   for (int i = static_cast<int>(threadIdx.x); i < num_cols; i += kF32Threads)

@@ -77,10 +77,9 @@ void CudaBackend::f32_attention(CudaWorkspace &ws, const CudaWeights &weights, i
   args.scale = dims.attention_scale;
   args.window = dims.sliding_window;
   args.out = ws.attention_out.data<float>();
-  launch_kernel(
-      launch(), "f32_attention", f32_attention_kernel,
-      dim3(static_cast<unsigned>(dims.num_heads), static_cast<unsigned>(ws.num_rows)),
-      kF32Threads, 0, args);
+  launch_kernel(launch(), "f32_attention", f32_attention_kernel,
+                dim3(static_cast<unsigned>(dims.num_heads), static_cast<unsigned>(ws.num_rows)),
+                kF32Threads, 0, args);
   const int cols = dims.num_heads * dims.head_dim;
   ws.f32.last_act = {args.out, cols};
 }
@@ -88,8 +87,8 @@ void CudaBackend::f32_attention(CudaWorkspace &ws, const CudaWeights &weights, i
 void CudaBackend::f32_o_proj(CudaWorkspace &ws, const CudaWeights &weights, int layer) {
   const ModelDims &dims = weights.dims;
   const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
-  multiply(ws.f32, of.o, ws.attention_out.data<float>(),
-           int64_t{dims.num_heads} * dims.head_dim, ws.num_rows, ws.x.data<float>(), true);
+  multiply(ws.f32, of.o, ws.attention_out.data<float>(), int64_t{dims.num_heads} * dims.head_dim,
+           ws.num_rows, ws.x.data<float>(), true);
   f32_normalize(ws, of.o_bias, of.ffn_norm);
 }
 
