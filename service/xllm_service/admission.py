@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -122,12 +123,21 @@ class LiveGeneration:
         self.end(ServiceError(Reason.CLIENT_STALLED, "the client did not read its stream for too long"))
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What is kept of a generation that has ended, and since when."""
+
+    at: float
+    state: GenerationState
+    receipt: generation_service_pb2.GenerationReceipt
+
+
 class LiveGenerations:
     """The generations that are live, by owner and request id, and for a while the receipts of those that were."""
 
     def __init__(self) -> None:
         self._live: dict[tuple[str, str], LiveGeneration] = {}
-        self._ended: OrderedDict[tuple[str, str], tuple[float, LiveGeneration]] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], _Ended] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -163,10 +173,11 @@ class LiveGenerations:
         receipt.error_reason = reason
         receipt.end_time.CopyFrom(convert.timestamp(wall))
         receipt.expire_time.CopyFrom(convert.timestamp(wall + RECEIPT_TTL_S))
-        self._ended[key] = (now, generation)
+        # note: its receipt alone is kept: the generation itself holds its call, with all that is in its frames.
+        self._ended[key] = _Ended(now, generation.state, receipt)
         while self._ended:
-            oldest, (ended, _) = next(iter(self._ended.items()))
-            if len(self._ended) <= _MAX_RECEIPTS and now - ended < RECEIPT_TTL_S:
+            oldest, ended = next(iter(self._ended.items()))
+            if len(self._ended) <= _MAX_RECEIPTS and now - ended.at < RECEIPT_TTL_S:
                 break
             del self._ended[oldest]
 
@@ -174,7 +185,7 @@ class LiveGenerations:
         """Stop a generation and return the state it was found in. Raises REQUEST_NOT_FOUND."""
         generation = self._find(owner, request_id)
         state = generation.state
-        if generation is self._live.get((owner, request_id)):
+        if isinstance(generation, LiveGeneration):
             generation.end(ServiceError(Reason.CANCELLED, "cancelled by CancelGeneration"))
         return state
 
@@ -200,13 +211,13 @@ class LiveGenerations:
             if model is None or generation.receipt.model == model:
                 generation.end(failure)
 
-    def _find(self, owner: str, request_id: str) -> LiveGeneration:
+    def _find(self, owner: str, request_id: str) -> LiveGeneration | _Ended:
         live = self._live.get((owner, request_id))
         if live is not None:
             return live
         ended = self._ended.get((owner, request_id))
-        if ended is not None and time.monotonic() - ended[0] < RECEIPT_TTL_S:
-            return ended[1]
+        if ended is not None and time.monotonic() - ended.at < RECEIPT_TTL_S:
+            return ended
         raise ServiceError(
             Reason.REQUEST_NOT_FOUND,
             f"no generation {request_id} is live or has ended lately",
