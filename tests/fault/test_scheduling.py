@@ -14,6 +14,8 @@ from tests.e2e.serving import eventually, is_idle, serving, serving_around, stat
 from tests.fault.gguf_surgery import Gguf
 from tests.fault.held_core import HeldCore
 from tests.fault.invariants import unharmed
+from tests.service.conftest import Serve
+from tests.service.fake_engine import FakeEngine
 from tests.tools.make_tiny_gguf import make_tiny_gguf
 from xllm_client import InternalError, InvalidArgumentError, QueueFullError
 
@@ -131,3 +133,23 @@ async def test_34_logits_that_are_not_finite_end_that_request_alone(tmp_path: Pa
                 await call
             assert seen.saw(caught.value).reason == "NON_FINITE_LOGITS"
         assert (await client.generate_once([5, 6], max_tokens=5, ignore_eos=True)).usage.num_generated_tokens == 5
+
+
+async def test_33_a_long_prompt_is_refused_unread_while_the_queue_is_full(
+    serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as (server, client):
+        num_places = engine.info.max_slots + engine.info.max_queue
+        engine.max_queue = num_places + 1  # the engine itself would take one more, and nothing in it moves
+        calls = [client.generate("x") for _ in range(num_places)]
+        firsts = [asyncio.ensure_future(anext(call)) for call in calls]
+        await eventually(lambda: len(engine.live) == num_places)
+        model = server.served.get("").engine.model
+        monkeypatch.setattr(model, "encode", None)
+        with pytest.raises(QueueFullError) as caught:
+            await client.generate_once("y" * 1_000_000)
+        assert caught.value.metadata == {"queue_limit": str(engine.info.max_queue)}
+        assert caught.value.retry_delay_s
+        for call in calls:
+            call.close()
+        await asyncio.gather(*firsts, return_exceptions=True)

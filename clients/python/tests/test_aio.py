@@ -6,12 +6,20 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from fake_server import FakeServer, accepted, refuse, repeat
 
-from xllm_client import AsyncClient, DeadlineExceededError, NotFoundError, QueueFullError, UnavailableError
+from xllm_client import (
+    NO_RETRY,
+    AsyncClient,
+    DeadlineExceededError,
+    NotFoundError,
+    QueueFullError,
+    UnavailableError,
+)
 from xllm_client.v1 import generation_pb2, generation_service_pb2
 
 Response = generation_service_pb2.GenerateResponse
@@ -136,3 +144,22 @@ async def test_wait_ready_says_what_was_seen(server: FakeServer, client: AsyncCl
     server.set_serving(False)
     with pytest.raises(UnavailableError, match="seen last: NOT_SERVING"):
         await client.wait_ready(0.2)
+
+
+async def test_a_server_that_is_slow_to_answer_is_waited_for(server: FakeServer, tmp_path: Path) -> None:
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_unix_connection(server.endpoint.removeprefix("unix:"))
+        await asyncio.sleep(0.4)  # as long as a distant or busy server may take to shake hands
+        for source, sink in ((reader, up_writer), (up_reader, writer)):
+            tasks.append(asyncio.ensure_future(carry(source, sink)))
+
+    async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+        sink.close()
+
+    tasks: list[asyncio.Task[None]] = []
+    slow = await asyncio.start_unix_server(relay, tmp_path / "slow.sock")
+    async with slow, AsyncClient(f"unix:{tmp_path}/slow.sock", retry=NO_RETRY) as client:
+        assert (await client.generate_once("Hello")).text == "Hello"
+    await asyncio.gather(*tasks)

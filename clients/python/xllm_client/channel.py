@@ -18,8 +18,8 @@ _COMMON: tuple[Option, ...] = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     # A server that starts a moment after its client is found within a fraction of a second.
+    # note: min_reconnect_backoff_ms stays as it is: in spite of its name it is how long one attempt may take.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 # A long prefill sends nothing for minutes; a ping keeps the connection, and finds out that the other side is gone.

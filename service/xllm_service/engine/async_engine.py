@@ -114,6 +114,16 @@ class AsyncEngine:
         if not self._is_closed:
             self._core.drain()
 
+    def refuse_when_full(self) -> None:
+        """Raise QUEUE_FULL as a submission would now; before a prompt is read, which can take longer."""
+        stats, info = self._core.stats(), self.info
+        if stats.num_running + stats.num_waiting >= info.max_slots + info.max_queue:
+            raise ServiceError(
+                Reason.QUEUE_FULL,
+                f"queue: {info.max_queue} requests wait already (max_queue); retry later",
+                metadata={"queue_limit": info.max_queue},
+            )
+
     def resolve_mode(self, requested: int, call: str) -> DecodeMode:
         """Return the mode that a request gets, by the table of DecodeMode. Raises DECODE_MODE_MISMATCH."""
         own, wanted = self.info.decode_mode, DecodeMode(requested)

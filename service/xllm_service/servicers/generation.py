@@ -144,6 +144,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             self._served, context, request_id=request.request_id, model=hosted.name, fingerprint=fingerprint
         ) as live:
             with _in_the_callers_words(call, spec, owned):
+                if owned is None:
+                    engine.refuse_when_full()
                 await check_digest(engine.model, request.expected_digest)
                 read = await read_prompt(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
                 prompt, chat = read.ids, request.prompt.chat
