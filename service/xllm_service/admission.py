@@ -129,7 +129,12 @@ class _Ended:
 
     at: float
     state: GenerationState
-    receipt: generation_service_pb2.GenerationReceipt
+    written: bytes
+
+    @property
+    def receipt(self) -> generation_service_pb2.GenerationReceipt:
+        """The receipt as it was at the end."""
+        return generation_service_pb2.GenerationReceipt.FromString(self.written)
 
 
 class LiveGenerations:
@@ -173,8 +178,8 @@ class LiveGenerations:
         receipt.error_reason = reason
         receipt.end_time.CopyFrom(convert.timestamp(wall))
         receipt.expire_time.CopyFrom(convert.timestamp(wall + RECEIPT_TTL_S))
-        # note: its receipt alone is kept: the generation itself holds its call, with all that is in its frames.
-        self._ended[key] = _Ended(now, generation.state, receipt)
+        # note: its receipt alone is kept, as bytes: the generation holds its call, with all that is in its frames.
+        self._ended[key] = _Ended(now, generation.state, receipt.SerializeToString())
         while self._ended:
             oldest, ended = next(iter(self._ended.items()))
             if len(self._ended) <= _MAX_RECEIPTS and now - ended.at < RECEIPT_TTL_S:
