@@ -15,7 +15,9 @@ from xllm_service.errors import Reason, ServiceError
 from xllm_service.interceptors import principal
 from xllm_service.servicers.served import Served
 
-_CLOCK_S = 0.05  # between a client's clock and ours, for the same deadline
+# Between a client's clock and ours, for the same deadline: at least so long, or this share of the whole time.
+_CLOCK_S = 0.05
+_CLOCK_SHARE = 0.1
 _STATES = {
     grpc.StatusCode.OK: GenerationState.FINISHED,
     grpc.StatusCode.CANCELLED: GenerationState.CANCELLED,
@@ -45,6 +47,7 @@ async def live_call(
     live.receipt.model = model
     served.generations.add(live)
     is_over = False
+    allowed_s = context.time_remaining() or 0.0
     code, reason = grpc.StatusCode.INTERNAL, Reason.INTERNAL.value
     # note: grpc.aio cancels this task when the client goes away; should it miss that, this does not.
     context.add_done_callback(lambda _: None if is_over else task.cancel())
@@ -52,7 +55,7 @@ async def live_call(
         yield live
         code, reason = grpc.StatusCode.OK, ""
     except asyncio.CancelledError:
-        failure = live.failure or _why_cancelled(context)
+        failure = live.failure or _why_cancelled(context, allowed_s)
         code, reason = failure.code, failure.reason.value
         if live.failure is None:
             raise
@@ -67,10 +70,11 @@ async def live_call(
         served.generations.remove(live, code, reason)
 
 
-def _why_cancelled(context: Any) -> ServiceError:
+def _why_cancelled(context: Any, allowed_s: float) -> ServiceError:
     """Tell a deadline that has passed from a client that has gone."""
-    # note: a client's own clock runs out a moment before ours does, and its cancel is the first that is heard of it.
+    # note: a client's own clock runs out before ours does, by the time that its request took to come here, and its
+    # cancel is the first that is heard of it.
     left = context.time_remaining()
-    if left is not None and left <= _CLOCK_S:
+    if left is not None and left <= max(_CLOCK_S, _CLOCK_SHARE * allowed_s):
         return ServiceError(Reason.DEADLINE_EXCEEDED, "the call's deadline has passed")
     return ServiceError(Reason.CANCELLED, "the client has gone")
