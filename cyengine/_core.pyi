@@ -131,6 +131,12 @@ class Engine:
             DrainingError: the engine takes no new work.
             EngineFailedError: the step loop has stopped.
         """
+    def submit_outputs(self, request: Request, num_outputs: int, *, private: bool = False) -> list[int]:
+        """Queue several outputs of one request, all or none; returns the id of each.
+
+        Each is a request of its own, with its own seat and events; output ``i`` draws with the seed plus ``i``. The
+        prompt is computed once, and its blocks are shared. Raises as ``submit``.
+        """
     def count_cached(
         self,
         token_ids: Sequence[int],
@@ -247,6 +253,13 @@ class Engine:
         """Let the lease end `lease_s` seconds from now."""
     def release(self, slot: Slot) -> SlotInfo:
         """End the ownership; a call that runs in the slot ends as LEASE_LOST. Its blocks are back within one step."""
+    def fork(self, slot: Slot, lease_s: float = 60.0) -> Slot:
+        """Own a further slot that continues from where a READY one is, READY at once; they share their blocks.
+
+        Raises:
+            SlotStateError: the slot is not READY.
+            NoFreeSlotError: all are taken.
+        """
     def submit_prefill(
         self,
         slot: Slot,

@@ -148,7 +148,7 @@ cdef object _event(const c.xllm_event *e):
         return types.TokenEvent(
             e.request_id, e.token_id, e.token_index,
             PyBytes_FromStringAndSize(e.piece, e.piece_size) if e.piece != NULL else b"",
-            _text(e.text, e.text_size), e.logprob, candidates, bool(e.wants_mask),
+            _text(e.text, e.text_size), e.logprob, candidates, bool(e.wants_mask), e.rank if e.rank else None,
         )
     if e.kind == c.XLLM_EVENT_ACCEPTED:
         return types.AcceptedEvent(
@@ -162,6 +162,7 @@ cdef object _event(const c.xllm_event *e):
         e.matched_token_id if e.matched_token_id >= 0 else None, e.matched_stop if e.matched_stop >= 0 else None,
         _text(e.text, e.text_size), e.message.decode("utf-8", "replace") if e.message != NULL else "",
         e.num_prompt_tokens, e.num_cached_tokens, e.num_generated_tokens, e.queue_s, e.prefill_s, e.decode_s, e.ttft_s,
+        e.num_preemptions, _details(e.details) if e.details != NULL else {},
     )
 
 
@@ -587,6 +588,23 @@ cdef class Engine:
         _check(c.xllm_engine_submit(handle, &args.r, &request_id, &err), &err)
         return request_id
 
+    def submit_outputs(self, request, num_outputs, *, private=False):
+        cdef c.xllm_error err
+        cdef c.xllm_engine *handle = self._open()
+        cdef _RequestArgs args = _RequestArgs(request, private)
+        cdef uint64_t *ids = NULL
+        cdef size_t count
+        _in_range("num_outputs", num_outputs, 1, 128)
+        count = num_outputs
+        try:
+            ids = <uint64_t *>calloc(count, sizeof(uint64_t))
+            if ids == NULL:
+                raise MemoryError
+            _check(c.xllm_engine_submit_outputs(handle, &args.r, count, ids, &err), &err)
+            return [ids[i] for i in range(count)]
+        finally:
+            free(ids)
+
     def count_cached(self, token_ids, *, decode_mode=types.DecodeMode.AUTO, cache_salt=b"", bypass_cache=False):
         cdef c.xllm_error err
         cdef c.xllm_cache_options cache
@@ -748,6 +766,13 @@ cdef class Engine:
         _check(c.xllm_engine_release(self._open(), _slot_ref(slot), &s, &err), &err)
         return _slot_info(&s)
 
+    def fork(self, slot, lease_s=60.0):
+        cdef c.xllm_error err
+        cdef c.xllm_slot_info s
+        cdef double lease = lease_s
+        _check(c.xllm_engine_fork(self._open(), _slot_ref(slot), lease, &s, &err), &err)
+        return types.Slot(s.slot, s.epoch, types.DecodeMode(s.decode_mode))
+
     def submit_prefill(self, slot, token_ids, *, private=False, max_duration_s=0.0, cache_salt=b"", bypass_cache=False):
         cdef c.xllm_error err
         cdef c.xllm_prefill_options options
@@ -772,7 +797,7 @@ cdef class Engine:
         for event in self._stream(self.submit_prefill(slot, token_ids, private=True)):
             if isinstance(event, types.FinishedEvent):
                 if event.status is not types.Status.OK:
-                    raise errors.error_from_status(event.status, event.message)
+                    raise errors.error_from_status(event.status, event.message, event.details)
                 return event
 
     def submit_decode_slot(self, slot, request, *, private=False):

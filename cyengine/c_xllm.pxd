@@ -223,6 +223,8 @@ cdef extern from "xllm.h" nogil:
 
     void xllm_request_init(xllm_request *request)
     xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id, xllm_error *err)
+    xllm_status xllm_engine_submit_outputs(xllm_engine *engine, const xllm_request *request, size_t num_outputs,
+                                           uint64_t *out_ids, xllm_error *err)
     xllm_status xllm_engine_count_cached(const xllm_engine *engine, const int32_t *prompt, size_t num_prompt,
                                          xllm_decode_mode decode_mode, const xllm_cache_options *cache,
                                          uint32_t *out_num, xllm_error *err)
@@ -284,6 +286,9 @@ cdef extern from "xllm.h" nogil:
         double decode_s
         double ttft_s
         int32_t wants_mask
+        uint32_t rank
+        uint32_t num_preemptions
+        const char *details
 
     ctypedef struct xllm_events:
         pass
@@ -358,6 +363,9 @@ cdef extern from "xllm.h" nogil:
     xllm_status xllm_engine_renew(xllm_engine *engine, xllm_slot_ref ref, double lease_s, xllm_slot_info *out_info,
                                   xllm_error *err)
     xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref, xllm_slot_info *out_info, xllm_error *err)
+
+    xllm_status xllm_engine_fork(xllm_engine *engine, xllm_slot_ref ref, double lease_s, xllm_slot_info *out_info,
+                                 xllm_error *err)
 
     ctypedef struct xllm_prefill_options:
         size_t struct_size

@@ -365,6 +365,8 @@ class TokenEvent:
     candidates: list[Candidate]
     wants_mask: bool = False
     """A constrained request goes on, and the mask of token ``token_index + 1`` has not come yet."""
+    rank: int | None = None
+    """Its place among all tokens by logprob, from 1; None where no logprobs were asked for."""
 
 
 @dataclass(slots=True)
@@ -388,6 +390,10 @@ class FinishedEvent:
     decode_s: float
     ttft_s: float
     """Submission to first token; 0 where there was none."""
+    num_preemptions: int = 0
+    """Times that it gave its blocks back and was resumed."""
+    details: dict[str, str] = field(default_factory=dict)
+    """Facts for programs about why it failed, such as ``blocks_needed``."""
 
 
 Event = AcceptedEvent | PrefillEvent | TokenEvent | FinishedEvent

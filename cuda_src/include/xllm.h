@@ -436,6 +436,16 @@ XLLM_API void xllm_request_init(xllm_request *request);
 XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request,
                                         uint64_t *out_id, xllm_error *err);
 
+/* Queue several outputs of one request: each is a request of its own, with its own id, seat, events
+ * and end. The prompt is computed once: the others wait for the first one to have it, and share its
+ * KV blocks; their num_cached_tokens says so. Where the first one ends before they have their
+ * seats, they take what the prefix cache has of it. num_outputs   1 to 128; all are queued, or none
+ *   out_ids       [num_outputs]; output i draws with the seed of the request, or the one drawn,
+ * plus i (modulo 2^64), echoed in its ACCEPTED event Errors as for xllm_engine_submit. */
+XLLM_API xllm_status xllm_engine_submit_outputs(xllm_engine *engine, const xllm_request *request,
+                                                size_t num_outputs, uint64_t *out_ids,
+                                                xllm_error *err);
+
 /* How many leading tokens of a prompt would be taken from the prefix cache if it were submitted
  * now, at most num_prompt - 1. Computes and changes nothing, and never waits for the step loop. By
  * the time of a submission they may be gone. decode_mode   as of a request; each mode has a pool
@@ -552,6 +562,14 @@ typedef struct xllm_event {
   /* ACCEPTED, TOKEN: 1: a constrained request goes on, and the mask of its next position (0, or
    * token_index + 1) has not come yet. */
   int32_t wants_mask;
+  /* TOKEN: its place among all tokens by logprob, from 1; lower ids come first on a tie. 0 where
+   * num_logprobs is -1. */
+  uint32_t rank;
+  /* FINISHED: times that it gave its blocks back and was resumed. */
+  uint32_t num_preemptions;
+  /* FINISHED, status is not OK: lines "key=value\n"; else NULL. KV_EXHAUSTED: blocks_needed,
+   * blocks_free, blocks_total; NON_FINITE_LOGITS: position; MEMORY: those of that status. */
+  const char *details;
 } xllm_event;
 
 /* A batch of events, in order for each request. */
@@ -671,6 +689,16 @@ XLLM_API xllm_status xllm_engine_renew(xllm_engine *engine, xllm_slot_ref ref, d
  * before. */
 XLLM_API xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref,
                                          xllm_slot_info *out_info, xllm_error *err);
+
+/* Own a further slot that continues from where a READY one is, in the same mode, and is READY at
+ * once. They share their KV blocks; the partly filled one is copied when one of them writes to it.
+ * The slot that is forked stays as it is. Never waits.
+ *   lease_s    of the new slot, as for xllm_engine_acquire
+ *   out_info   the new slot; set only on OK
+ * SLOT_STATE: not READY. NO_FREE_SLOT. NOT_FOUND, STALE_EPOCH, LEASE_LOST, INVALID_ARGUMENT,
+ * DRAINING, ENGINE_FAILED. */
+XLLM_API xllm_status xllm_engine_fork(xllm_engine *engine, xllm_slot_ref ref, double lease_s,
+                                      xllm_slot_info *out_info, xllm_error *err);
 
 typedef struct xllm_prefill_options {
   size_t struct_size;

@@ -29,7 +29,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_TOKENS = 2**31 - 1
-_MAX_OUTPUTS_KNOWN = 128  # above this a number is a mistake; up to it, a feature that may be lacking
 _MAX_CACHE_SALT_BYTES = 256
 _MAX_SECONDS = 10 * 365 * 86400.0
 # Names a template gets from the service itself, which template_args_json cannot replace.
@@ -110,6 +109,7 @@ class ValidRequest:
     expected_digest: str
     prompt: PromptInput
     choices: DecodeChoices
+    num_outputs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,9 @@ def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits)
     prompt = _prompt(check, spec, "spec.", limits)
     choices = _choices(check, spec, "spec.", limits)
     priority = check.integer(spec, "priority", "spec", 0, -100, 100) or 0
-    check.integer(spec, "num_outputs", "spec", 1, 1, _MAX_OUTPUTS_KNOWN)
+    num_outputs = check.integer(spec, "num_outputs", "spec", 1, 1, MAX_OUTPUTS) or 1
+    if num_outputs > 1 and spec.HasField("slot"):
+        check.refuse("spec.num_outputs", "expected 1 in a slot; fork the slot for further outputs")
     check.raise_if_any()
     _refuse_features(spec)
     return ValidRequest(
@@ -255,6 +257,7 @@ def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits)
         expected_digest=spec.expected_digest,
         prompt=prompt,
         choices=replace(choices, decode_mode=int(spec.decode_mode), priority=priority),
+        num_outputs=num_outputs,
     )
 
 
@@ -361,8 +364,6 @@ def _or(message: Any, name: str, default: bool) -> bool:
 def _refuse_features(spec: generation_service_pb2.GenerationSpec) -> None:
     """Refuse what this build does not offer: honoured or refused, never ignored."""
     _refuse_constraint(spec.constraint, "spec.")
-    if spec.num_outputs > MAX_OUTPUTS:
-        raise _absent("spec.num_outputs", "send one request for each output")
 
 
 def _refuse_constraint(constraint: sampling_pb2.Constraint, path: str) -> None:

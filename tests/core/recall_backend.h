@@ -85,6 +85,9 @@ class RecallBackend : public Backend {
     std::atomic<int> num_loaded{0};  // weight sets
     std::atomic<int> most_rows{0};   // of any step
     std::atomic<int> most_seqs{0};
+    std::atomic<int> num_copied_blocks{0};
+    std::atomic<int> most_rows_with_memory{0};  // > 0: a step of more rows finds none
+    std::atomic<int> num_rows{0};               // of all steps
   };
 
   explicit RecallBackend(std::shared_ptr<Control> control) : control_(std::move(control)) {
@@ -126,8 +129,13 @@ class RecallBackend : public Backend {
   void run_step(Workspace &, const ForwardBatch &batch,
                 const std::function<void()> &stages) override {
     control_->most_rows = std::max(control_->most_rows.load(), batch.num_tokens());
+    control_->num_rows += batch.num_tokens();
     control_->most_seqs = std::max(control_->most_seqs.load(), batch.num_seqs());
     control_->gate.pass();
+    if (control_->most_rows_with_memory > 0 &&
+        batch.num_tokens() > control_->most_rows_with_memory) {
+      throw Error(Status::kMemory, "recall: no memory for the step", {{"bytes_needed", "1000"}});
+    }
     if (control_->fails) throw Error(Status::kDevice, "recall: the device is gone");
     stages();
   }
@@ -163,7 +171,14 @@ class RecallBackend : public Backend {
   const float *host_logits(Workspace &ws) override {
     return static_cast<Scratch &>(ws).logits.data();
   }
-  void copy_blocks(const KvView &, Span<const int32_t>, Span<const int32_t>) override {}
+  void copy_blocks(const KvView &kv, Span<const int32_t> from, Span<const int32_t> to) override {
+    const uint64_t size = kv.layout.block_bytes();
+    for (size_t i = 0; i < from.size(); ++i) {
+      std::memcpy(kv.base + static_cast<uint64_t>(to[i]) * size,
+                  kv.base + static_cast<uint64_t>(from[i]) * size, size);
+      ++control_->num_copied_blocks;
+    }
+  }
   void read_tap(Workspace &, Tap, std::vector<float> *) override {}
 
   // What the device answers to a context.

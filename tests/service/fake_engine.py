@@ -170,6 +170,9 @@ class FakeEngine:
             self.finish(request_id)
         return request_id
 
+    def submit_outputs(self, request: Request, num_outputs: int) -> list[int]:
+        return [self.submit(request) for _ in range(num_outputs)]
+
     def cancel(self, request_id: int) -> None:
         self.cancelled.append(request_id)
         if request_id in self._live:
@@ -221,6 +224,9 @@ class FakeEngine:
         bypass_cache: bool = False,
     ) -> int:
         return 0
+
+    def fork(self, slot: Slot, lease_s: float = 60.0) -> Slot:
+        raise self._no_slots()
 
     def submit_prefill(
         self,
@@ -279,7 +285,9 @@ class FakeEngine:
         index = self._live[request_id]
         self._live[request_id] += 1
         chosen = token_id if token_id is not None else (ids_of(text) or [END])[0]
-        self._put(TokenEvent(request_id, chosen, index, text.encode(), text, logprob, list(candidates)))
+        places = [candidate.token_id for candidate in candidates]
+        rank = places.index(chosen) + 1 if chosen in places else None
+        self._put(TokenEvent(request_id, chosen, index, text.encode(), text, logprob, list(candidates), rank=rank))
 
     def finish(
         self,

@@ -192,7 +192,6 @@ async def test_a_bad_field_is_named(client: AsyncClient, engine: FakeEngine, opt
     [
         {"json_object": True},
         {"regex": "a+"},
-        {"num_outputs": 2},
     ],
 )
 async def test_what_is_not_offered_is_refused_by_name(client: AsyncClient, engine: FakeEngine, options: Any) -> None:

@@ -133,7 +133,6 @@ def test_all_violations_are_told_at_once() -> None:
         {"constraint": {"json_schema": "{}"}},
         {"constraint": {"grammar": "x" * 60_000}},
         {"constraint": {"choice": {"options": ["a"]}}},
-        {"num_outputs": 2},
     ],
 )
 def test_features_that_are_not_offered_are_refused(fields: dict[str, Any]) -> None:

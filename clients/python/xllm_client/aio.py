@@ -183,6 +183,17 @@ class AsyncClient:
         """Return every slot as it is now; "" is those of all models."""
         return list((await self._call(self.slots.ListSlots, slot_service_pb2.ListSlotsRequest(model=model))).slots)
 
+    async def watch_slots(self, model: str = "") -> AsyncIterator[list[slot_pb2.Slot]]:
+        """Yield every slot, then those that have changed, as they change; closing the iterator ends it."""
+        call = self.slots.WatchSlots(slot_service_pb2.WatchSlotsRequest(model=model), metadata=self.metadata)
+        try:
+            async for reply in call:
+                yield list(reply.slots)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.endpoint) from error
+        finally:
+            call.cancel()
+
     async def server_info(self) -> admin_service_pb2.GetServerInfoResponse:
         """Return the server's build, capabilities and limits."""
         return await self._call(self._admin.GetServerInfo, admin_service_pb2.GetServerInfoRequest())

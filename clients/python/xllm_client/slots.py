@@ -74,6 +74,12 @@ class Slot:
         call = request.decode_slot_request(self.ref, options)
         return self._client._decode(self._client.slots.DecodeSlot, call, options.get("timeout_s"))
 
+    def fork(self, lease_s: float | None = None) -> Slot:
+        """Own a further slot that continues from where this READY one is; the two share what they hold."""
+        call = slot_service_pb2.ForkSlotRequest(ref=self.ref, ttl=request.optional_duration(lease_s))
+        reply = self._client._call(self._client.slots.ForkSlot, call)
+        return Slot(self._client, reply.ref, reply.slot)
+
     def release(self) -> None:
         """Give it back; what runs in it ends. Raises AbortedError when it was lost before."""
         call = slot_service_pb2.ReleaseSlotRequest(ref=self.ref)

@@ -115,6 +115,9 @@ xllm_event to_c(const Event &event, const xllm_candidate *candidates) {
   out.decode_s = event.decode_s;
   out.ttft_s = event.ttft_s;
   out.wants_mask = event.wants_mask ? 1 : 0;
+  out.rank = event.rank;
+  out.num_preemptions = event.num_preemptions;
+  out.details = event.status != Status::kOk ? event.details.c_str() : nullptr;
   return out;
 }
 
@@ -196,6 +199,18 @@ xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request,
     require(engine, "engine");
     require(out_id, "out_id");
     *out_id = engine->engine->submit(read_request(request, engine->engine->info().max_seq_len));
+  });
+}
+
+xllm_status xllm_engine_submit_outputs(xllm_engine *engine, const xllm_request *request,
+                                       size_t num_outputs, uint64_t *out_ids, xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    require(out_ids, "out_ids");
+    RequestOptions options = read_request(request, engine->engine->info().max_seq_len);
+    const std::vector<uint64_t> ids = engine->engine->submit(
+        std::move(options), static_cast<int>(std::min<size_t>(num_outputs, 1000)));
+    std::copy(ids.begin(), ids.end(), out_ids);
   });
 }
 

@@ -140,6 +140,15 @@ xllm_status xllm_engine_release(xllm_engine *engine, xllm_slot_ref ref, xllm_slo
   });
 }
 
+xllm_status xllm_engine_fork(xllm_engine *engine, xllm_slot_ref ref, double lease_s,
+                             xllm_slot_info *out_info, xllm_error *err) {
+  return guarded(err, [&] {
+    require(engine, "engine");
+    require(out_info, "out_info");
+    *out_info = to_c(engine->engine->fork(to_ref(ref), lease_s));
+  });
+}
+
 void xllm_prefill_options_init(xllm_prefill_options *options) {
   if (options == nullptr) return;
   *options = xllm_prefill_options{};

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <iterator>
 #include <limits>
+#include <new>
 #include <random>
 #include <utility>
 
@@ -15,6 +16,7 @@
 namespace xllm {
 namespace {
 
+constexpr int kMaxOutputs = 128;
 constexpr double kIdleHeartbeatS = 0.5;
 // How long a step waits for masks that the last one has asked for, so that their rows stay in one
 // batch with the others: a part of what the step saves, and never more than the cap.
@@ -75,28 +77,42 @@ Engine::~Engine() {
 
 // ---- callers' side ----
 
-uint64_t Engine::submit(RequestOptions options) {
+uint64_t Engine::submit(RequestOptions options) { return submit(std::move(options), 1).front(); }
+
+std::vector<uint64_t> Engine::submit(RequestOptions options, int num_outputs) {
   const DecodeMode mode =
       resolve_decode_mode(config_.decode_mode, options.decode_mode, "xllm_engine_submit");
   validate(options, RequestKind::kGenerate, vocabulary_, plan_.max_seq_len);
   check_lane(mode, static_cast<int>(options.prompt.size()));
+  if (num_outputs < 1 || num_outputs > kMaxOutputs) {
+    throw Error(Status::kInvalidArgument,
+                "num_outputs: expected 1 to " + std::to_string(kMaxOutputs) + ", found " +
+                    std::to_string(num_outputs),
+                {{"field", "num_outputs"}});
+  }
   // Built before the lock is taken: copying and counting a long prompt holds nobody up.
-  std::unique_ptr<Request> request = make_request(RequestKind::kGenerate, std::move(options), mode);
-  uint64_t id = 0;
+  std::vector<std::unique_ptr<Request>> requests;
+  const uint64_t first_seed = options.sampling.seed.value_or(random_u64());
+  for (int i = 0; i < num_outputs; ++i) {
+    options.sampling.seed = first_seed + static_cast<uint64_t>(i);
+    requests.push_back(make_request(RequestKind::kGenerate, options, mode));
+    if (i > 0) requests.back()->sequence.leader = &requests.front()->sequence;
+  }
+  std::vector<uint64_t> ids;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     check_open();
     const int64_t limit = int64_t{config_.max_slots} + config_.max_queue;
-    if (num_live_ >= limit) {
+    if (num_live_ + num_outputs > limit) {
       throw Error(Status::kQueueFull,
                   "queue: " + std::to_string(config_.max_queue) +
                       " requests wait already (max_queue); retry later",
                   {{"limit", std::to_string(config_.max_queue)}});
     }
-    id = push(std::move(request));
+    for (std::unique_ptr<Request> &request : requests) ids.push_back(push(std::move(request)));
   }
   inbox_changed_.notify_one();
-  return id;
+  return ids;
 }
 
 std::unique_ptr<Request> Engine::make_request(RequestKind kind, RequestOptions options,
@@ -269,7 +285,8 @@ bool Engine::wait_for_work() {
   while (true) {
     heartbeat_ns_.store(now_ns());
     if (is_stopping_) return false;
-    const bool has_news = !inbox_.empty() || !cancels_.empty() || !masks_.empty() || has_slot_news_;
+    const bool has_news = !inbox_.empty() || !cancels_.empty() || !masks_.empty() ||
+                          !forks_.empty() || has_slot_news_;
     has_slot_news_ = false;
     const double left_s = timer_s_ - now_s();
     if (has_progress_ || has_news || left_s <= 0) return true;
@@ -336,9 +353,11 @@ void Engine::take_inbox() {
   std::vector<std::unique_ptr<Request>> arrived;
   std::vector<Cancel> cancels;
   std::vector<PositionMask> masks;
+  std::vector<Fork> forks;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     arrived.swap(inbox_);
+    forks.swap(forks_);
     cancels.swap(cancels_);
     masks.swap(masks_);
   }
@@ -357,14 +376,17 @@ void Engine::take_inbox() {
     found->second->cancel_step = cancel.step;
     finish(cancel.request_id, Status::kCancelled, "cancelled");
   }
+  auto fork = forks.begin();
   for (const uint64_t id : ids) {
+    // In the order they were asked for: a slot is forked as it was then.
+    while (fork != forks.end() && fork->before_id <= id) fork_slot(*fork++);
     const auto found = requests_.find(id);
     if (found == requests_.end()) continue;
     Request &request = *found->second;
     try {
       if (find_lane(request.decode_mode()) == nullptr) load_lane(request.decode_mode());
     } catch (const Error &error) {
-      finish(id, error.status(), error.message());
+      finish(id, error.status(), error.message(), error.details());
       continue;
     }
     if (request.is_on_slot()) {
@@ -373,6 +395,7 @@ void Engine::take_inbox() {
       find_lane(request.decode_mode())->scheduler.add(&request.sequence);
     }
   }
+  while (fork != forks.end()) fork_slot(*fork++);
 }
 
 void Engine::end_late_requests(double now) {
@@ -404,24 +427,13 @@ bool Engine::run_lane(Lane *lane) {
     seat(lane->mode, *scheduled);
   }
   const Schedule &schedule = *scheduled;
-  for (const Sequence *sequence : schedule.exhausted) {
-    finish(sequence->id, Status::kKvExhausted,
-           sequence->is_pinned
-               ? "no KV block left for this slot; release slots, raise kv_memory or ask for less"
-               : "the answer has outgrown the whole KV pool; raise kv_memory or lower max_tokens");
-  }
+  for (const Sequence *sequence : schedule.exhausted) end_exhausted(*lane, *sequence);
   if (schedule.rows.empty()) return false;
   // A request hears that it has its seat before its prompt is computed, not after.
   if (!new_events_.empty()) publish();
 
-  lane->runner.forward(schedule.rows);
-  std::vector<SampleRow> sample_rows;
-  for (const ScheduledRows &rows : schedule.rows) {
-    if (rows.wants_token) sample_rows.push_back(requests_.at(rows.sequence->id)->sample_row());
-  }
-  std::vector<Sampled> chosen = lane->runner.sample(sample_rows);
-  totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
-
+  std::vector<Sampled> chosen;
+  if (!compute(lane, schedule, &chosen)) return true;
   {
     const std::lock_guard<std::mutex> lock(slots_mutex_);
     for (const ScheduledRows &rows : schedule.rows) {
@@ -447,6 +459,45 @@ bool Engine::run_lane(Lane *lane) {
     }
   }
   return true;
+}
+
+// Fills *chosen with a token for each row that wants one. False when there was no memory for the
+// step's scratch: the request that asked for most of it has ended, and nothing else has changed.
+bool Engine::compute(Lane *lane, const Schedule &schedule, std::vector<Sampled> *chosen) {
+  Error problem(Status::kMemory, "out of memory for a step; lower prefill_chunk or max_slots");
+  try {
+    lane->runner.forward(schedule.copies, schedule.rows);
+    std::vector<SampleRow> sample_rows;
+    for (const ScheduledRows &rows : schedule.rows) {
+      if (rows.wants_token) sample_rows.push_back(requests_.at(rows.sequence->id)->sample_row());
+    }
+    *chosen = lane->runner.sample(sample_rows);
+    totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
+    return true;
+  } catch (const Error &error) {
+    if (error.status() != Status::kMemory) throw;
+    problem = error;
+  } catch (const std::bad_alloc &) {
+  }
+  const auto largest = std::max_element(  // the most junior one of several
+      schedule.rows.rbegin(), schedule.rows.rend(),
+      [](const ScheduledRows &a, const ScheduledRows &b) { return a.num_tokens < b.num_tokens; });
+  finish(largest->sequence->id, problem.status(), problem.message(), problem.details());
+  return false;
+}
+
+void Engine::end_exhausted(const Lane &lane, const Sequence &sequence) {
+  const int block_size = lane.cache.block_size();
+  const int num_needed = (sequence.num_tokens() + block_size - 1) / block_size;
+  const Error::Details details = {{"blocks_needed", std::to_string(num_needed)},
+                                  {"blocks_free", std::to_string(lane.cache.num_available())},
+                                  {"blocks_total", std::to_string(lane.cache.num_blocks())}};
+  const bool is_whole_pool = num_needed > lane.cache.num_blocks();
+  finish(sequence.id, Status::kKvExhausted,
+         is_whole_pool
+             ? "the tokens have outgrown the whole KV pool; raise kv_memory or lower max_tokens"
+             : "no KV block left for this slot; release slots, raise kv_memory or ask for less",
+         details);
 }
 
 // Gives admitted sequences their seats, and says of preempted ones that theirs is empty. With
@@ -491,7 +542,7 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
   switch (sampled.outcome) {
     case SampleOutcome::kNotFinite:
       finish(id, Status::kNonFiniteLogits,
-             "logits for position " + position + " hold NaN or infinity");
+             "logits for position " + position + " hold NaN or infinity", {{"position", position}});
       return;
     case SampleOutcome::kAllForbidden:
       finish(id, Status::kInvalidArgument,
@@ -511,11 +562,12 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
   if (is_last) finish(id, Status::kOk, "");
 }
 
-void Engine::finish(uint64_t request_id, Status status, const std::string &message) {
+void Engine::finish(uint64_t request_id, Status status, const std::string &message,
+                    const Error::Details &details) {
   const auto found = requests_.find(request_id);
   if (found == requests_.end()) return;
   Request &request = *found->second;
-  Event event = request.finished_event(status, message, now_s());
+  Event event = request.finished_event(status, message, details, now_s());
   give_back(&request);
   if (request.cancel_step) {
     const uint64_t num_steps = num_steps_.load() - *request.cancel_step;

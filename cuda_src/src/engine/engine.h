@@ -76,6 +76,8 @@ class Engine {
 
   // Queues a request and returns its id. Throws Error as xllm_engine_submit lists them.
   uint64_t submit(RequestOptions options);
+  // The same for several outputs of one prompt, one id each.
+  std::vector<uint64_t> submit(RequestOptions options, int num_outputs);
   // Leading tokens of a prompt that the prefix cache holds now. Throws Error as
   // xllm_engine_count_cached lists them.
   int count_cached(Span<const int32_t> prompt, DecodeMode mode, std::string_view salt) const;
@@ -90,6 +92,7 @@ class Engine {
   SlotSnapshot acquire(DecodeMode mode, int32_t wanted, double lease_s);
   SlotSnapshot renew(SlotRef ref, double lease_s);
   SlotSnapshot release(SlotRef ref);
+  SlotSnapshot fork(SlotRef ref, double lease_s);
   // options: prompt, delivery and max_duration_s count.
   uint64_t prefill(SlotRef ref, RequestOptions options);
   uint64_t decode_slot(SlotRef ref, RequestOptions options);
@@ -113,6 +116,11 @@ class Engine {
   struct Cancel {
     uint64_t request_id;
     uint64_t step;  // steps done when it was asked for
+  };
+  struct Fork {
+    SlotRef from, to;
+    DecodeMode mode;
+    uint64_t before_id;  // requests from this one on were submitted later
   };
 
   void load_lane(DecodeMode mode);
@@ -139,17 +147,21 @@ class Engine {
   void take_inbox();
   void end_late_requests(double now_s);
   void begin_on_slot(Request *request);
+  void fork_slot(const Fork &fork);
   void end_slots(double now_s);
   void free_slot(const Slot &slot);
   double next_timer_s() const;
   bool run_lane(Lane *lane);
   void seat(DecodeMode mode, const Schedule &schedule);
+  bool compute(Lane *lane, const Schedule &schedule, std::vector<Sampled> *chosen);
+  void end_exhausted(const Lane &lane, const Sequence &sequence);
   void report_prefill(const ScheduledRows &rows);
   void handle_token(const ScheduledRows &rows, const Sampled &sampled, std::vector<float> logits,
                     double now_s);
   // The one release path: ends a request wherever it is, gives back slot and blocks (a call's to
   // the slot that it ran in) and reports it.
-  void finish(uint64_t request_id, Status status, const std::string &message);
+  void finish(uint64_t request_id, Status status, const std::string &message,
+              const Error::Details &details = {});
   void give_back(Request *request);
   void fail(const std::string &message);
   void publish();
@@ -181,6 +193,7 @@ class Engine {
   std::vector<std::unique_ptr<Request>> inbox_;
   std::vector<Cancel> cancels_;
   std::vector<PositionMask> masks_;
+  std::vector<Fork> forks_;
   uint64_t next_id_ = 1;
   int64_t num_live_ = 0;  // submitted and not ended
   bool has_slot_news_ = false;

@@ -106,6 +106,27 @@ SlotSnapshot Engine::release(SlotRef ref) {
   return out;
 }
 
+SlotSnapshot Engine::fork(SlotRef ref, double lease_s) {
+  check_lease(lease_s);
+  SlotSnapshot out;
+  {
+    const std::lock_guard<std::mutex> inbox_lock(inbox_mutex_);
+    check_open();
+    const std::lock_guard<std::mutex> lock(slots_mutex_);
+    const double now = now_s();
+    const Slot from = slots_.owned(ref, now);
+    require_state(from, {SlotState::kReady}, "xllm_engine_fork");
+    const int index = slots_.acquire(from.decode_mode, -1, lease_s, now);
+    // Whatever is asked of the new slot comes to the loop behind the fork itself.
+    slots_.set_usage(index, from.num_tokens, from.num_blocks);
+    slots_.set_state(index, SlotState::kReady);
+    forks_.push_back({ref, {index, slots_.slot(index).epoch}, from.decode_mode, next_id_});
+    out = snapshot(slots_.slot(index), now);
+  }
+  wake();
+  return out;
+}
+
 uint64_t Engine::prefill(SlotRef ref, RequestOptions options) {
   constexpr const char *kCall = "xllm_engine_prefill";
   validate(options, RequestKind::kPrefill, vocabulary_, plan_.max_seq_len);
@@ -288,6 +309,13 @@ void Engine::begin_on_slot(Request *request) {
     request->complete_prefill();
     finish(request->id(), Status::kOk, "");
   }
+}
+
+// Before any ownership ends in this step: both slots are still what they were when it was asked
+// for.
+void Engine::fork_slot(const Fork &fork) {
+  find_lane(fork.mode)->scheduler.fork(holdings_[static_cast<size_t>(fork.from.slot)],
+                                       &holdings_[static_cast<size_t>(fork.to.slot)]);
 }
 
 // Ends every ownership that was released or whose lease is over.

@@ -61,6 +61,11 @@ struct Event {
   double queue_s = 0, prefill_s = 0, decode_s = 0, ttft_s = 0;
   // Accepted, token
   bool wants_mask = false;
+  // Token
+  uint32_t rank = 0;
+  // Finished
+  uint32_t num_preemptions = 0;
+  std::string details;  // lines "key=value\n"
 };
 
 }  // namespace xllm

@@ -311,6 +311,7 @@ bool Request::add_token(const Sampled &sampled, double now_s, Event *event) {
   event->token_id = id;
   event->token_index = index;
   event->logprob = sampled.logprob;
+  event->rank = sampled.rank;
   event->candidates = sampled.candidates;
   if (vocabulary_->has_pieces()) {
     event->has_piece = true;
@@ -387,8 +388,11 @@ Event Request::accepted_event() const {
 
 Event Request::prefill_event() const { return make_event(EventKind::kPrefill); }
 
-Event Request::finished_event(Status status, const std::string &message, double now_s) {
+Event Request::finished_event(Status status, const std::string &message,
+                              const Error::Details &details, double now_s) {
   Event event = make_event(EventKind::kFinished);
+  for (const auto &[key, value] : details) event.details += key + "=" + value + "\n";
+  event.num_preemptions = static_cast<uint32_t>(sequence.num_preemptions);
   event.status = status;
   event.message = message;
   event.matched_token_id = -1;

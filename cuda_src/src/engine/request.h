@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "base/error.h"
 #include "engine/event.h"
 #include "engine/sequence.h"
 #include "engine/slot.h"
@@ -105,7 +106,8 @@ class Request {
   Event accepted_event() const;
   Event prefill_event() const;
   // The last event. kOk: it ended by itself, as add_token found; else a failure with its reason.
-  Event finished_event(Status status, const std::string &message, double now_s);
+  Event finished_event(Status status, const std::string &message, const Error::Details &details,
+                       double now_s);
 
   int num_generated() const {
     return kind_ == RequestKind::kPrefill ? 0 : sequence.num_tokens() - num_before_;

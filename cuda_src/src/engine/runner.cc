@@ -13,7 +13,11 @@ Runner::Runner(Backend *backend, const ModelDims &dims, const ModelTensors &tens
       workspace_(backend->make_workspace(*weights_, max_seqs)),
       transformer_(backend, dims, weights_.get()) {}
 
-void Runner::forward(const std::vector<ScheduledRows> &rows) {
+void Runner::forward(const std::vector<BlockCopy> &copies, const std::vector<ScheduledRows> &rows) {
+  // One at a time: what one copies into, the next may copy from.
+  for (const BlockCopy &copy : copies) {
+    backend_->copy_blocks(storage_.view(), {&copy.from, 1}, {&copy.to, 1});
+  }
   builder_.clear();
   for (const ScheduledRows &entry : rows) {
     const Sequence &sequence = *entry.sequence;

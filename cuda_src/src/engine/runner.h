@@ -24,8 +24,9 @@ class Runner {
          const WeightSetPlan &plan, int max_seqs,
          const std::function<void(uint64_t, uint64_t)> &progress);
 
-  // Computes the rows: their K and V are in the cache afterwards. Sequences have slots.
-  void forward(const std::vector<ScheduledRows> &rows);
+  // Copies blocks, in order, then computes the rows: their K and V are in the cache afterwards.
+  // Sequences have slots.
+  void forward(const std::vector<BlockCopy> &copies, const std::vector<ScheduledRows> &rows);
   // After forward: one token for each entry of `rows` with wants_token, in their order.
   // sample_rows holds one entry for each of those.
   std::vector<Sampled> sample(const std::vector<SampleRow> &sample_rows);

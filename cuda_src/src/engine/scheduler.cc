@@ -22,6 +22,7 @@ void erase(std::vector<Sequence *> *list, const Sequence *sequence) {
 
 void Schedule::clear() {
   rows.clear();
+  copies.clear();
   admitted.clear();
   preempted.clear();
   exhausted.clear();
@@ -119,7 +120,8 @@ void Scheduler::admit(int num_free_slots) {
   for (size_t i = 0; i < waiting_.size();) {
     if (num_running >= config_.max_running) return;
     Sequence *sequence = waiting_[i];
-    if (sequence->slot < 0 && num_free_slots == 0) {
+    const bool waits_for_leader = sequence->leader != nullptr && num_shared_tokens(*sequence) < 0;
+    if (waits_for_leader || (sequence->slot < 0 && num_free_slots == 0)) {
       ++i;  // one behind it may have kept its slot through a preemption
       continue;
     }
@@ -133,11 +135,35 @@ void Scheduler::admit(int num_free_slots) {
   }
 }
 
+// Tokens whose blocks it can have from its leader, all but the last one of their prompt; -1 while
+// that one has not computed them.
+int Scheduler::num_shared_tokens(const Sequence &sequence) const {
+  const Sequence &leader = *sequence.leader;
+  const int num_tokens = sequence.num_prompt - 1;
+  const bool is_there =
+      leader.state == SequenceState::kRunning && leader.num_computed >= num_tokens;
+  return is_there ? num_tokens : -1;
+}
+
 // Takes the cached blocks of its prompt if the pool has room for the rest of its tokens.
 bool Scheduler::try_to_place(Sequence *sequence) {
   int64_t num_reserved = 0;
   for (const Sequence *other : running_) {
     num_reserved += other->blocks.num_missing(other->num_tokens()) + 1;
+  }
+  if (sequence->leader != nullptr) {
+    const int num_shared = num_shared_tokens(*sequence);
+    cache_->share(sequence->leader->blocks, num_shared, &sequence->blocks);
+    // One more than its tokens lack: the block that is partly filled becomes its own.
+    if (sequence->blocks.num_missing(sequence->num_tokens()) + 1 + num_reserved >
+        cache_->num_available()) {
+      cache_->release_all(&sequence->blocks);
+      return false;
+    }
+    sequence->cursor = cache_->start(sequence->cache_salt);
+    sequence->num_computed = sequence->num_cached = num_shared;
+    sequence->leader = nullptr;
+    return true;
   }
   const int num_needed = sequence->blocks.num_missing(sequence->num_tokens());
   const int num_needed_at_least = num_needed - max_cached(*sequence) / cache_->block_size();
@@ -164,6 +190,20 @@ bool Scheduler::take_blocks(size_t index, int num_tokens) {
     if (index + 1 == running_.size() || running_.back()->is_pinned) return false;
     preempt(running_.back());
   }
+  return make_own(index);
+}
+
+// The block that running_[index] writes to next, if others use it; false where none is left.
+bool Scheduler::make_own(size_t index) {
+  Sequence *sequence = running_[index];
+  const int place = sequence->num_computed / cache_->block_size();
+  int32_t copied_from = kNoBlock;
+  while (!cache_->make_own(&sequence->blocks, place, &copied_from)) {
+    if (copied_from == kNoBlock) return true;
+    if (index + 1 == running_.size() || running_.back()->is_pinned) return false;
+    preempt(running_.back());
+  }
+  schedule_.copies.push_back({copied_from, sequence->blocks.ids()[static_cast<size_t>(place)]});
   return true;
 }
 
@@ -193,6 +233,9 @@ void Scheduler::advance(const ScheduledRows &rows) {
 }
 
 void Scheduler::remove(Sequence *sequence) {
+  for (Sequence *follower : waiting_) {
+    if (follower->leader == sequence) follower->leader = nullptr;  // goes by the cache alone
+  }
   if (sequence->state == SequenceState::kWaiting) erase(&waiting_, sequence);
   if (sequence->state == SequenceState::kRunning) erase(&running_, sequence);
   if (sequence->is_pinned) {
@@ -201,6 +244,13 @@ void Scheduler::remove(Sequence *sequence) {
   }
   cache_->release_all(&sequence->blocks);
   sequence->state = SequenceState::kDone;
+}
+
+void Scheduler::fork(const Sequence &from, Sequence *to) {
+  XLLM_DCHECK(from.state == SequenceState::kNew && to->blocks.num_blocks() == 0);
+  *to = from;
+  to->blocks.clear();
+  cache_->share(from.blocks, from.num_computed, &to->blocks);
 }
 
 void Scheduler::trim(Sequence *sequence) {

@@ -20,6 +20,9 @@
 //   admission  the most senior waiting sequence runs when it has a seat and the pool could hold all
 //   its tokens, beside what the running ones need for theirs and one more block for each. So a
 //   preempted one does not come back only to be preempted again at once.
+//   sharing    sequences of one prompt (outputs of one request) wait for the first of them, the
+//   leader, to compute it, and then share its blocks; forked slots share likewise. Whoever writes
+//   into a block that others use makes it its own first: the device copies it before the step.
 //   resumption a preempted sequence computes its tokens again, generated ones as rows of a chunk:
 //   rows do not depend on their neighbours, so its bytes are what they would have been.
 #pragma once
@@ -46,8 +49,15 @@ struct ScheduledRows {
   bool wants_token = false;  // the last row is the last token there is: choose the next one
 };
 
+// One block's content goes into another before the rows are computed, in this order.
+struct BlockCopy {
+  int32_t from = -1;
+  int32_t to = -1;
+};
+
 struct Schedule {
   std::vector<ScheduledRows> rows;  // senior to junior
+  std::vector<BlockCopy> copies;
   std::vector<Sequence *>
       admitted;  // now running, of these some without a slot: the caller seats them
   std::vector<Sequence *> preempted;  // put back into the queue; they keep their slots
@@ -72,6 +82,8 @@ class Scheduler {
   // Out of queue or batch, its blocks go back; those of a pinned one stay with it, and it may be
   // added again. Harmless when repeated.
   void remove(Sequence *sequence);
+  // A sequence that is with nobody becomes another one, also with nobody, that shares its blocks.
+  void fork(const Sequence &from, Sequence *to);
   // Gives back the blocks beyond a sequence's tokens, of one that is with nobody.
   void trim(Sequence *sequence);
 
@@ -87,7 +99,9 @@ class Scheduler {
   void schedule_turn(int *budget);
   bool try_to_place(Sequence *sequence);
   int max_cached(const Sequence &sequence) const;
+  int num_shared_tokens(const Sequence &sequence) const;
   bool take_blocks(size_t index, int num_tokens);
+  bool make_own(size_t index);
   void preempt(Sequence *sequence);
 
   SchedulerConfig config_;

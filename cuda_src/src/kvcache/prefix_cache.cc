@@ -128,6 +128,27 @@ void PrefixCache::add_reference(int32_t block) {
   pool_.add_reference(block);
 }
 
+void PrefixCache::share(const BlockTable &from, int64_t num_tokens, BlockTable *to) {
+  XLLM_DCHECK(to->num_blocks() == 0 && num_tokens <= from.capacity());
+  for (int i = 0; int64_t{i} * block_size_ < num_tokens; ++i) {
+    const int32_t block = from.ids()[static_cast<size_t>(i)];
+    add_reference(block);
+    to->append(block);
+  }
+}
+
+bool PrefixCache::make_own(BlockTable *table, int index, int32_t *copied_from) {
+  const int32_t shared = table->ids()[static_cast<size_t>(index)];
+  *copied_from = kNoBlock;
+  if (num_users(shared) == 1 && !entry(shared).is_cached) return false;
+  *copied_from = shared;
+  const int32_t own = allocate();
+  if (own == kNoBlock) return false;
+  table->replace(index, own);
+  release(shared);
+  return true;
+}
+
 void PrefixCache::release(int32_t block) {
   XLLM_DCHECK(num_users(block) > 0);
   pool_.release(block);

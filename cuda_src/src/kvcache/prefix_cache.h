@@ -78,6 +78,14 @@ class PrefixCache {
   bool extend(BlockTable *table, int64_t num_tokens);
   // One more user of a block (fork).
   void add_reference(int32_t block);
+  // Appends the blocks of `from` that hold its first num_tokens tokens to *to (empty before), one
+  // reference each for the caller. The last one may be partly filled: whoever writes to it next
+  // makes it its own first.
+  void share(const BlockTable &from, int64_t num_tokens, BlockTable *to);
+  // Makes the index-th block of *table the caller's own where others use it, too: true where that
+  // took another block, whose content is then to be copied from *copied_from. False, with
+  // *copied_from kNoBlock, where it was its own; false with the shared block where none is left.
+  bool make_own(BlockTable *table, int index, int32_t *copied_from);
   // One user less. A cached block that nobody uses becomes idle.
   void release(int32_t block);
   // Give back a whole sequence and clear the table; harmless when repeated. Deepest blocks first:

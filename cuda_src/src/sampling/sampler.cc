@@ -44,6 +44,14 @@ bool is_better(float logit_a, int32_t id_a, float logit_b, int32_t id_b) {
   return logit_a > logit_b || (logit_a == logit_b && id_a < id_b);
 }
 
+uint32_t rank(const float *logits, int32_t n, int32_t id) {
+  const float own = logits[id];
+  uint32_t num_before = 0;
+  for (int32_t i = 0; i < n; ++i) num_before += static_cast<uint32_t>(logits[i] > own);
+  for (int32_t i = 0; i < id; ++i) num_before += static_cast<uint32_t>(logits[i] == own);
+  return num_before + 1;
+}
+
 // Keeps what is finite finite: a bias or penalty can carry a logit past the end of the type, where
 // -infinity would mean forbidden and +infinity breaks the softmax.
 float clamp(float value) {
@@ -224,6 +232,7 @@ void Sampler::add_logprobs(const float *logits, const SampleRow &row, float larg
   const double log_sum = largest + log_pos(static_cast<double>(total) / kUnitWeight);
   const auto logprob = [&](float logit) { return static_cast<float>(logit - log_sum); };
   out->logprob = logprob(logits[out->token_id]);
+  out->rank = rank(logits, row.num_choosable, out->token_id);
   const int32_t num_candidates = row.num_logprobs - 1;
   if (num_candidates == 0) return;
   keep_largest(logits, row.num_choosable, num_candidates);

@@ -40,6 +40,7 @@ struct Sampled {
   SampleOutcome outcome = SampleOutcome::kChosen;
   int32_t token_id = -1;
   float logprob = 0;                  // of token_id; where logprobs were asked for
+  uint32_t rank = 0;                  // its place among all, from 1, lowest id first on a tie
   std::vector<Candidate> candidates;  // best first, lowest id on a tie; forbidden ids are left out
 };
 

@@ -37,6 +37,7 @@ from xllm_service.validation import DecodeChoices
 
 _MAX_BUFFERED_TOKENS = 16384  # of one stream whose client does not read
 _NUM_STEP_SAMPLES = 9  # steps that the typical step time is taken from: some five seconds of work
+_STALLED_AFTER_S = 1.0  # a slot whose client has not read for so long is STALLED
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
 
 _log = get_logger("engine")
@@ -139,17 +140,19 @@ class AsyncEngine:
         choices: DecodeChoices,
         bounds: Bounds | None = None,
         *,
+        num_outputs: int = 1,
         cache: CacheUse | None = None,
         on_stall: Callable[[], None] | None = None,
     ) -> AsyncGenerator[Progress, None]:
-        """Run one request and yield what happens to it; the last item has `finished`.
+        """Run one request and yield what happens to it; the last item, of each output, has `finished`.
 
-        Closing the iterator cancels the request, and its slot and blocks are free within one step.
+        Closing the iterator cancels the request, and its slots and blocks are free within one step.
 
         Args:
             prompt: token ids.
             choices: how to generate.
             bounds: when it must be over; work that is late is not begun.
+            num_outputs: how many answers to one prompt, which is computed once; each item has its output's index.
             cache: how it uses the prefix cache; None: as unsalted requests of nobody do.
             on_stall: called, besides the failure, when the client has not read for too long.
 
@@ -158,8 +161,14 @@ class AsyncEngine:
         """
         bounds = bounds or Bounds()
         request = core_request(choices, bounds, prompt, cache)
-        async with aclosing(self._follow(lambda: [self._core.submit(request)], on_stall)) as batches:
-            async for progress in _one(batches, bounds):
+
+        def submit() -> list[int]:
+            if num_outputs > 1:
+                return self._core.submit_outputs(request, num_outputs)
+            return [self._core.submit(request)]
+
+        async with aclosing(self._follow(submit, on_stall)) as batches:
+            async for progress in _each(batches, bounds):
                 yield progress
 
     def count_cached(self, prompt: Sequence[int], mode: int, cache: CacheUse) -> int:
@@ -193,6 +202,11 @@ class AsyncEngine:
         with self._refusals():
             return self._core.release(slot)
 
+    def fork(self, slot: Slot, lease_s: float) -> Slot:
+        """Own a further slot that continues a READY one. Raises SLOT_STATE, NO_FREE_SLOT, STALE_EPOCH, LEASE_LOST."""
+        with self._refusals():
+            return self._core.fork(slot, lease_s)
+
     async def prefill(
         self,
         slot: Slot,
@@ -217,7 +231,7 @@ class AsyncEngine:
             ]
 
         async with aclosing(self._follow(submit, on_stall)) as batches:
-            async for progress in _one(batches, bounds):
+            async for progress in _each(batches, bounds):
                 yield progress
 
     async def decode_slot(
@@ -231,7 +245,7 @@ class AsyncEngine:
         """Per-slot API: generate in one slot. Closing the iterator leaves it READY. Raises ServiceError."""
         request = core_request(choices, bounds)
         async with aclosing(self._follow(lambda: [self._core.submit_decode_slot(slot, request)], on_stall)) as batches:
-            async for progress in _one(batches, bounds):
+            async for progress in _each(batches, bounds):
                 yield progress
 
     async def generate_in(
@@ -324,22 +338,37 @@ class AsyncEngine:
         with self._refusals():
             request_ids = submit()
         stream = Stream(request_ids, on_stall)
-        running = set(request_ids)
         self._streams.update(dict.fromkeys(request_ids, stream))
         try:
-            while running:
-                batch = await stream.take()
-                running -= {request_ids[progress.index] for progress in batch if progress.finished is not None}
-                yield batch
+            while stream.running:
+                yield await stream.take()
         finally:
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
-            for request_id in running:
+            for request_id in stream.running:
                 # The one release path: a slot comes back here, whoever ended the call and however.
-                if not self._is_closed:
-                    with contextlib.suppress(XllmError):
-                        self._core.cancel(request_id)
-                        self._cancelled_at[request_id] = time.monotonic()
+                self._cancel(request_id)
+
+    def _cancel(self, request_id: int) -> None:
+        if self._is_closed:
+            return
+        with contextlib.suppress(XllmError):
+            self._core.cancel(request_id)
+            self._cancelled_at[request_id] = time.monotonic()
+
+    def drop(self, request_id: int) -> None:
+        """End one of the requests of a call, whose reader has heard enough of it; the others go on."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.drop(request_id)
+            self._cancel(request_id)
+
+    def is_stalled(self, request_id: int) -> bool:
+        """Whether what a request has brought waits, for a second or more, for a client that does not read."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.waits_since is None:
+            return False
+        return time.monotonic() - stream.waits_since >= _STALLED_AFTER_S
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -416,16 +445,19 @@ class AsyncEngine:
                         stream.on_stall()
 
 
-async def _one(batches: AsyncGenerator[list[Progress], None], bounds: Bounds) -> AsyncGenerator[Progress, None]:
-    """Yield what happens to the only request of a call; raises what it fails with, after what came before."""
-    was_accepted = False
-    async for (progress,) in batches:
-        was_accepted = was_accepted or progress.accepted is not None
-        finished = progress.finished
-        if finished is None or finished.status is Status.OK or (was_accepted and bounds.is_duration(finished)):
-            yield progress
-            continue
-        if progress.accepted is not None or progress.tokens:
-            progress.finished = None
-            yield progress
-        raise failure_of(finished, was_accepted)
+async def _each(batches: AsyncGenerator[list[Progress], None], bounds: Bounds) -> AsyncGenerator[Progress, None]:
+    """Yield what happens to the requests of a call; raises what the first one fails with, after what came before."""
+    accepted = set[int]()
+    async for batch in batches:
+        for progress in batch:
+            if progress.accepted is not None:
+                accepted.add(progress.index)
+            was_accepted = progress.index in accepted
+            finished = progress.finished
+            if finished is None or finished.status is Status.OK or (was_accepted and bounds.is_duration(finished)):
+                yield progress
+                continue
+            if progress.accepted is not None or progress.tokens:
+                progress.finished = None
+                yield progress
+            raise failure_of(finished, was_accepted)

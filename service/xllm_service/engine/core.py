@@ -39,6 +39,9 @@ class CoreEngine(Protocol):
     def submit(self, request: Request) -> int:
         """Queue a request."""
 
+    def submit_outputs(self, request: Request, num_outputs: int) -> list[int]:
+        """Queue several outputs of a request."""
+
     def cancel(self, request_id: int) -> None:
         """End a request."""
 
@@ -77,6 +80,9 @@ class CoreEngine(Protocol):
         bypass_cache: bool = False,
     ) -> int:
         """What the prefix cache holds of a prompt."""
+
+    def fork(self, slot: Slot, lease_s: float = 60.0) -> Slot:
+        """Own a further slot that continues a READY one."""
 
     def submit_prefill(
         self,

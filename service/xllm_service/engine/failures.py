@@ -65,6 +65,7 @@ _METADATA_NAMES = {
     "num_tokens": "num_prompt_tokens",
     "blocks_needed": "num_blocks_needed",
     "blocks_total": "num_blocks_total",
+    "blocks_free": "num_blocks_free",
 }
 
 
@@ -83,7 +84,14 @@ def service_error(status: Status, message: str, details: Mapping[str, str]) -> S
         path = _FIELD_PATHS.get(base, base) + bracket + rest
         if "index" in details and not bracket:
             path += f"[{details['index']}]"
-    return ServiceError(_REASONS.get(status, Reason.INTERNAL), message, metadata=metadata, field=path)
+    failure = ServiceError(_REASONS.get(status, Reason.INTERNAL), message, metadata=metadata, field=path)
+    if status is Status.KV_EXHAUSTED and _outgrows_the_pool(details):
+        failure.retry_delay_s = None  # it never fits, whoever leaves
+    return failure
+
+
+def _outgrows_the_pool(details: Mapping[str, str]) -> bool:
+    return int(details.get("blocks_needed", 0)) > int(details.get("blocks_total", 0))
 
 
 @contextlib.contextmanager

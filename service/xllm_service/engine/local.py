@@ -70,7 +70,7 @@ class LocalEngine:
                 for event in events:
                     yield event
                     if isinstance(event, FinishedEvent) and event.status is not Status.OK:
-                        raise service_error(event.status, event.message, {})
+                        raise service_error(event.status, event.message, event.details)
             finally:
                 events.close()
 

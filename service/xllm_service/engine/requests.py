@@ -67,7 +67,7 @@ def core_request(
 
 def failure_of(finished: FinishedEvent, was_accepted: bool) -> ServiceError:
     """Return why a request failed, with its usage where it had begun."""
-    failure = service_error(finished.status, finished.message, {})
+    failure = service_error(finished.status, finished.message, finished.details)
     if was_accepted:
         failure.extra.append(
             convert.usage_message(finished.num_prompt_tokens, finished.num_cached_tokens, finished.num_generated_tokens)

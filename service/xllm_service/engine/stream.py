@@ -18,6 +18,7 @@ class Progress:
 
     Attributes:
         index: which of the requests of one call, from 0.
+        blocked_s: how long things have waited, in all, while the client did not read.
     """
 
     index: int = 0
@@ -25,6 +26,7 @@ class Progress:
     prefill: PrefillEvent | None = None
     tokens: list[TokenEvent] = field(default_factory=list)
     finished: FinishedEvent | None = None
+    blocked_s: float = 0.0
 
 
 class Stream:
@@ -32,6 +34,8 @@ class Stream:
 
     def __init__(self, request_ids: Sequence[int], on_stall: Callable[[], None] | None) -> None:
         self.waits_since: float | None = None  # when something began to wait for the reader
+        self.blocked_s = 0.0  # how long things have waited for a reader that was elsewhere
+        self.running = set(request_ids)  # whose end the reader has not seen
         self.failure: ServiceError | None = None
         self.on_stall = on_stall
         self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
@@ -69,6 +73,8 @@ class Stream:
 
     async def take(self) -> list[Progress]:
         """Wait for something and take all of it; raises the failure when there is nothing left."""
+        if self.waits_since is not None:
+            self.blocked_s += time.monotonic() - self.waits_since
         while self.waits_since is None:
             if self.failure is not None:
                 raise self.failure
@@ -78,7 +84,15 @@ class Stream:
             finally:
                 self._reader = None
         taken, self._pending, self.waits_since = self._pending, {}, None
+        for progress in taken.values():
+            progress.blocked_s = self.blocked_s
+        self.running -= {progress.finished.request_id for progress in taken.values() if progress.finished is not None}
         return [taken[index] for index in sorted(taken)]
+
+    def drop(self, request_id: int) -> None:
+        """Forget one of several requests: its reader has heard enough of it."""
+        self.running.discard(request_id)
+        self._pending.pop(self._indices[request_id], None)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

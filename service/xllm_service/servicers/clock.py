@@ -15,6 +15,7 @@ class Clock:
         accepted: when it had its place in the batch.
         first_token: when its first token was there.
         last_delta: when its last tokens were there.
+        blocked_s: how long its events have waited for a client that did not read.
     """
 
     arrival: float
@@ -22,6 +23,7 @@ class Clock:
     accepted: float | None = None
     first_token: float | None = None
     last_delta: float | None = None
+    blocked_s: float = 0.0
 
     @property
     def queue_s(self) -> float:

@@ -58,10 +58,14 @@ class EventMaker:
         live: whose receipt is kept.
         metrics: where times are counted.
         arrival: when the call came.
+        num_outputs: of one prompt.
     """
 
-    def __init__(self, hosted: Hosted, live: LiveGeneration, metrics: Metrics, arrival: float) -> None:
+    def __init__(
+        self, hosted: Hosted, live: LiveGeneration, metrics: Metrics, arrival: float, num_outputs: int = 1
+    ) -> None:
         self.clock = Clock(arrival)
+        self._num_outputs = num_outputs
         self._hosted = hosted
         self._live = live
         self._metrics = metrics
@@ -96,7 +100,7 @@ class EventMaker:
             model_digest=self.model.digest.value,
             decode_mode=convert.decode_mode(int(event.decode_mode)),
             slot=slot_pb2.SlotRef(name=slot_name(self._hosted.name, event.slot), epoch=event.epoch),
-            effective=_effective(choices, event),
+            effective=_effective(choices, event, self._num_outputs),
             num_prompt_tokens=num_prompt,
             num_cached_tokens=num_cached,
             queue_time=convert.duration(self.clock.queue_s),
@@ -173,12 +177,14 @@ class EventMaker:
 
     def used(self, events: Sequence[FinishedEvent]) -> generation_pb2.Usage:
         """What a call has used, for its end and its receipt."""
+        prompts = events[:1] if self._num_outputs > 1 else events  # outputs of one request share theirs
         usage = convert.usage_message(
-            sum(event.num_prompt_tokens for event in events),
-            sum(event.num_cached_tokens for event in events),
+            sum(event.num_prompt_tokens for event in prompts),
+            sum(event.num_cached_tokens for event in prompts),
             sum(event.num_generated_tokens for event in events),
         )
         usage.num_reasoning_tokens = sum(self._reasoning.values())
+        usage.num_preemptions = sum(event.num_preemptions for event in events)
         self._live.receipt.usage.CopyFrom(usage)
         return usage
 
@@ -191,6 +197,7 @@ class EventMaker:
             queue=convert.duration(before_s + max((event.queue_s for event in events), default=0.0)),
             prefill=convert.duration(max((event.prefill_s for event in events), default=0.0)),
             decode=convert.duration(max((event.decode_s for event in events), default=0.0)),
+            blocked_on_client=convert.duration(clock.blocked_s),
             total=convert.duration(time.monotonic() - clock.arrival),
         )
         if clock.first_token is not None:
@@ -199,7 +206,7 @@ class EventMaker:
         return timings
 
 
-def _effective(choices: DecodeChoices, event: AcceptedEvent) -> generation_pb2.EffectiveParameters:
+def _effective(choices: DecodeChoices, event: AcceptedEvent, num_outputs: int) -> generation_pb2.EffectiveParameters:
     effective = generation_pb2.EffectiveParameters(
         sampling=sampling_pb2.SamplingParams(
             temperature=choices.temperature,
@@ -221,7 +228,7 @@ def _effective(choices: DecodeChoices, event: AcceptedEvent) -> generation_pb2.E
         output=sampling_pb2.OutputOptions(token_ids=choices.wants_tokens, top_logprobs=choices.top_logprobs),
         limits=sampling_pb2.Limits(max_tokens=event.max_tokens),
         priority=choices.priority,
-        num_outputs=1,
+        num_outputs=num_outputs,
         sampler_order=_SAMPLER_ORDER,
     )
     if choices.max_queue_s is not None:
@@ -238,9 +245,9 @@ def _token(model: Model, choices: DecodeChoices, event: TokenEvent) -> generatio
     if choices.top_logprobs is None or event.logprob is None:
         return token
     token.logprob = event.logprob
-    for place, candidate in enumerate(event.candidates, 1):
-        if candidate.token_id == event.token_id:
-            token.rank = place
+    if event.rank is not None:
+        token.rank = event.rank
+    for candidate in event.candidates:
         piece = b"" if model.is_control(candidate.token_id) else model.piece(candidate.token_id)
         token.candidates.add(id=candidate.token_id, piece=piece, logprob=candidate.logprob)
     return token

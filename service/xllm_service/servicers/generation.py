@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 from xllm_client.v1 import generation_pb2, generation_service_pb2, generation_service_pb2_grpc
 from xllm_service import convert
 from xllm_service.admission import GenerationState, state_value
-from xllm_service.engine import AcceptedEvent, AsyncEngine, Bounds, DecodeMode, SlotState
+from xllm_service.engine import AcceptedEvent, AsyncEngine, Bounds, DecodeMode, FinishedEvent, SlotState
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
 from xllm_service.interceptors import principal
 from xllm_service.servicers.answers import Answer
@@ -53,27 +54,34 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     ) -> generation_service_pb2.GenerateOnceResponse:
         """Run one generation and return the whole of it."""
         reply = generation_service_pb2.GenerateOnceResponse()
-        output = reply.outputs.add()
-        texts: list[str] = []
-        reasoning: list[str] = []
+        texts: defaultdict[int, list[str]] = defaultdict(list)
+        reasoning: defaultdict[int, list[str]] = defaultdict(list)
+
+        def output(index: int) -> generation_pb2.Output:
+            while len(reply.outputs) <= index:
+                reply.outputs.add(output_index=len(reply.outputs))
+            return reply.outputs[index]
 
         async def collect(event: Any) -> None:
             if isinstance(event, generation_pb2.Delta):
-                texts.append(event.text)
-                reasoning.append(event.reasoning_text)
+                texts[event.output_index].append(event.text)
+                reasoning[event.output_index].append(event.reasoning_text)
                 for part in event.tool_calls:
-                    output.tool_calls.add(id=part.id, name=part.name, arguments_json=part.arguments_json)
-                output.tokens.extend(event.tokens)
+                    output(event.output_index).tool_calls.add(
+                        id=part.id, name=part.name, arguments_json=part.arguments_json
+                    )
+                output(event.output_index).tokens.extend(event.tokens)
             elif isinstance(event, generation_pb2.Accepted):
                 reply.accepted.CopyFrom(event)
             elif isinstance(event, generation_pb2.OutputFinished):
-                output.finished.CopyFrom(event)
+                output(event.output_index).finished.CopyFrom(event)
             elif isinstance(event, generation_pb2.Finished):
                 reply.usage.CopyFrom(event.usage)
                 reply.timings.CopyFrom(event.timings)
 
         await self._run("GenerateOnce", request.spec, context, collect)
-        output.text, output.reasoning_text = "".join(texts), "".join(reasoning)
+        for index, whole in enumerate(reply.outputs):
+            whole.text, whole.reasoning_text = "".join(texts[index]), "".join(reasoning[index])
         return reply
 
     async def CancelGeneration(
@@ -149,16 +157,22 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 await check_digest(engine.model, request.expected_digest)
                 read = await read_prompt(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
                 prompt, chat = read.ids, request.prompt.chat
-                answer = None
+                num_outputs = request.num_outputs
+                answers: list[Answer | None] = [None] * num_outputs
                 if chat is not None:
-                    answer = Answer(engine.model, choices, prompt, read.starts_in_reasoning, bool(chat.tools))
-                asked = choices if answer is None else answer.engine_choices(choices)
-                make = EventMaker(hosted, live, self._served.metrics, arrival)
+                    in_reasoning, has_tools = read.starts_in_reasoning, bool(chat.tools)
+                    answers = [
+                        Answer(engine.model, choices, prompt, in_reasoning, has_tools) for _ in range(num_outputs)
+                    ]
+                asked = choices if chat is None else Answer.engine_choices(choices)
+                make = EventMaker(hosted, live, self._served.metrics, arrival, num_outputs)
                 make.clock.submitted = time.monotonic()
                 bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
                 cache = cache_use(request.prompt)
                 if owned is None:
-                    events = engine.generate(prompt, asked, bounds, cache=cache, on_stall=live.stalled)
+                    events = engine.generate(
+                        prompt, asked, bounds, num_outputs=num_outputs, cache=cache, on_stall=live.stalled
+                    )
                 else:
                     _mode(engine, owned, choices, call)
                     if choices.seed is None:  # drawn here, as the first event tells it before the decode begins
@@ -166,9 +180,14 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                         asked = replace(asked, seed=choices.seed)
                     slot = owned.ownership.slot
                     events = engine.generate_in(slot, prompt, asked, bounds, cache=cache, on_stall=live.stalled)
+                ended: dict[int, FinishedEvent] = {}
                 async with aclosing(events):
                     async for progress in events:
-                        if progress.accepted is not None:
+                        index, answer = progress.index, answers[progress.index]
+                        make.clock.blocked_s = progress.blocked_s
+                        if progress.accepted is not None and live.state is GenerationState.RUNNING:
+                            make.seat(progress.accepted)  # a further output's
+                        elif progress.accepted is not None:
                             live.state = GenerationState.RUNNING
                             accepted = _accepted(make, choices, progress.accepted, owned)
                             accepted.starts_in_reasoning = read.starts_in_reasoning
@@ -178,13 +197,19 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                             if told is not None:
                                 await send(told)
                         parts = answer.read(progress, make.clock) if answer is not None else None
-                        delta = make.delta(choices, progress.tokens, progress.finished, answer=answer, parts=parts)
+                        delta = make.delta(
+                            choices, progress.tokens, progress.finished, index, answer=answer, parts=parts
+                        )
                         if delta is not None:
                             await send(delta)
-                        if progress.finished is not None:
-                            await send(make.output_finished(choices, progress.finished))
-                            await send(make.finished([progress.finished]))
+                        if progress.finished is None:
+                            continue
+                        ended[index] = progress.finished
+                        await send(make.output_finished(choices, progress.finished, index))
+                        if len(ended) == num_outputs:
+                            await send(make.finished([ended[i] for i in range(num_outputs)]))
                             break  # where a stop string ended it, the engine still runs
+                        engine.drop(progress.finished.request_id)
 
     def _place(self, spec: generation_service_pb2.GenerationSpec) -> tuple[Hosted, OwnedSlot | None]:
         """Return the engine that is meant, and the caller's own slot where one is named."""

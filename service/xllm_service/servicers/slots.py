@@ -22,6 +22,7 @@ from xllm_service.engine import (
     FinishedEvent,
     PrefillEvent,
     Progress,
+    Slot,
     SlotInfo,
     SlotState,
 )
@@ -39,14 +40,12 @@ from xllm_service.validation import Checker, DecodeChoices, validate_decode, val
 _DEFAULT_LEASE_S = 60.0
 _POLL_S = 0.01  # between looks for a free slot
 _MAX_WAIT_S = 86400.0
+_WATCH_S = 0.05  # between looks of WatchSlots
 _SETTLE_S = 5.0  # for a call to leave its slot; a step takes less
 
 
 class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
-    """Slots as a resource. Methods raise ServiceError; the interceptor makes a status of it.
-
-    Not offered yet, and refused by the base class: WatchSlots and ForkSlot.
-    """
+    """Slots as a resource. Methods raise ServiceError; the interceptor makes a status of it."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -78,17 +77,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             await asyncio.sleep(min(_POLL_S, max(0.0, give_up_at - time.monotonic())))
             self._served.refuse_when_draining()
             hosted = self._served.get(hosted.name)  # it may have ended meanwhile
-        ownership = hosted.owners[slot.index] = Ownership.new(slot, principal.get())
-        try:
-            # note: one that goes while the reply is on its way is not heard of; then the lease gives the slot back.
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            with contextlib.suppress(ServiceError):
-                hosted.engine.release(slot)
-            raise
-        name = slot_name(hosted.name, slot.index)
-        ref = slot_pb2.SlotRef(name=name, epoch=slot.epoch, secret=ownership.secret)
-        return slot_service_pb2.AcquireSlotResponse(ref=ref, slot=self._message(hosted, _snapshot(hosted, slot.index)))
+        ref, info = await self._hand_over(hosted, slot)
+        return slot_service_pb2.AcquireSlotResponse(ref=ref, slot=info)
 
     async def RenewSlot(
         self, request: slot_service_pb2.RenewSlotRequest, context: Any
@@ -111,6 +101,33 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             info = owned.hosted.engine.release(owned.ownership.slot)
         return slot_service_pb2.ReleaseSlotResponse(slot=self._message(owned.hosted, info))
 
+    async def ForkSlot(
+        self, request: slot_service_pb2.ForkSlotRequest, context: Any
+    ) -> slot_service_pb2.ForkSlotResponse:
+        """Own a further slot that continues from where one of this caller's is."""
+        check = Checker()
+        lease_s = self._lease(check, request)
+        check.raise_if_any()
+        owned = owned_slot(self._served, request.ref)
+        with explained("ForkSlot", [owned]):
+            slot = owned.hosted.engine.fork(owned.ownership.slot, lease_s)
+        ref, info = await self._hand_over(owned.hosted, slot)
+        return slot_service_pb2.ForkSlotResponse(ref=ref, slot=info)
+
+    async def _hand_over(self, hosted: Hosted, slot: Slot) -> tuple[slot_pb2.SlotRef, slot_pb2.Slot]:
+        """Make this call's caller the owner of a slot that was acquired just now."""
+        ownership = hosted.owners[slot.index] = Ownership.new(slot, principal.get())
+        try:
+            # note: one that goes while the reply is on its way is not heard of; then the lease gives the slot back.
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ServiceError):
+                hosted.engine.release(slot)
+            raise
+        name = slot_name(hosted.name, slot.index)
+        ref = slot_pb2.SlotRef(name=name, epoch=slot.epoch, secret=ownership.secret)
+        return ref, self._message(hosted, _snapshot(hosted, slot.index))
+
     # ---- looking ----
 
     async def GetSlot(self, request: slot_service_pb2.GetSlotRequest, context: Any) -> slot_service_pb2.GetSlotResponse:
@@ -126,6 +143,27 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         some = [self._served.get(request.model)] if request.model else roster.loaded()
         slots = [self._message(hosted, info) for hosted in some for info in hosted.engine.slots()]
         return slot_service_pb2.ListSlotsResponse(slots=slots)
+
+    async def WatchSlots(  # type: ignore[override]  # a coroutine that writes, which grpc.aio takes too
+        self, request: slot_service_pb2.WatchSlotsRequest, context: Any
+    ) -> None:
+        """All slots as they are now, then those that have changed."""
+        seen: dict[str, bytes] = {}
+        while True:
+            hosts = [self._served.get(request.model)] if request.model else self._served.roster.loaded()
+            changed = []
+            for hosted in hosts:
+                for info in hosted.engine.slots():
+                    slot = self._message(hosted, info)
+                    told = _without_clocks(slot)
+                    if seen.get(slot.name) != told:
+                        seen[slot.name] = told
+                        changed.append(slot)
+            if changed:
+                # note: while a slow reader keeps this waiting nothing piles up: the next look finds the newest state.
+                await context.write(slot_service_pb2.WatchSlotsResponse(slots=changed))
+            self._served.refuse_when_draining()
+            await asyncio.sleep(_WATCH_S)
 
     # ---- computing ----
 
@@ -152,6 +190,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
                 events = engine.prefill(slot, ids, bounds, cache=cache_use(prompt), on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
+                        make.clock.blocked_s = progress.blocked_s
                         if progress.accepted is not None:
                             live.state = GenerationState.RUNNING
                             make.seat(progress.accepted)
@@ -193,6 +232,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             with explained("DecodeSlot", [owned], options_path="options."):
                 async with aclosing(events):
                     async for progress in events:
+                        make.clock.blocked_s = progress.blocked_s
                         if progress.accepted is not None:
                             live.state = GenerationState.RUNNING
                             await stream.send(accepted=_accepted(make, choices, progress.accepted, owned))
@@ -246,6 +286,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
                             await stream.send(accepted=slot_service_pb2.DecodeBatchAccepted(entries=told))
                             batch, held = held, []
                         for one in batch:
+                            make.clock.blocked_s = one.blocked_s
                             await _send_output(stream, make, choices[one.index], one)
                             if one.finished is not None:
                                 ended.append(one.finished)
@@ -280,10 +321,13 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         is_free = info.state is SlotState.FREE
         engine = hosted.engine
         mode = engine.resolve_mode(DecodeMode.AUTO, "GetSlot") if is_free else info.decode_mode
+        state = info.state
+        if state is SlotState.DECODING and info.request_id is not None and engine.is_stalled(info.request_id):
+            state = SlotState.STALLED
         slot = slot_pb2.Slot(
             name=slot_name(hosted.name, info.slot),
             epoch=info.epoch,
-            state=slot_pb2.SlotState.Name(int(info.state) + 1),  # the contract's zero is UNSPECIFIED
+            state=slot_pb2.SlotState.Name(int(state) + 1),  # the contract's zero is UNSPECIFIED
             model=hosted.name,
             decode_mode=convert.decode_mode(int(mode)),
             num_tokens=info.num_tokens,
@@ -307,6 +351,15 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             if caller and caller == seat.owner:
                 slot.request_id = seat.request_id
         return slot
+
+
+def _without_clocks(slot: slot_pb2.Slot) -> bytes:
+    """Return what makes a slot another than it was: all but times that are told anew with each look."""
+    rest = slot_pb2.Slot()
+    rest.CopyFrom(slot)
+    rest.ClearField("acquire_time")
+    rest.ClearField("expire_time")
+    return bytes(rest.SerializeToString(deterministic=True))
 
 
 class _Stream:
