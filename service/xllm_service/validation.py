@@ -23,7 +23,8 @@ from xllm_service.config import (
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
 )
-from xllm_service.errors import InvalidFieldError, ServiceError, not_implemented
+from xllm_service.constraints import Constrained, Constraint
+from xllm_service.errors import InvalidFieldError
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -76,6 +77,8 @@ class DecodeChoices:
         wants_tokens: one Token record for every token.
         max_tokens, max_queue_s, max_duration_s: None: no bound.
         decode_mode: what was asked for, by its number.
+        constraint: what the output must look like; None: anything.
+        constrained: the constraint once it is compiled, which the model does.
     """
 
     temperature: float
@@ -98,6 +101,8 @@ class DecodeChoices:
     max_duration_s: float | None
     decode_mode: int = 0
     priority: int = 0
+    constraint: Constraint | None = None
+    constrained: Constrained | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +255,6 @@ def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits)
     if num_outputs > 1 and spec.HasField("slot"):
         check.refuse("spec.num_outputs", "expected 1 in a slot; fork the slot for further outputs")
     check.raise_if_any()
-    _refuse_features(spec)
     return ValidRequest(
         request_id=spec.request_id,
         model=spec.model,
@@ -277,8 +281,6 @@ def validate_decode(
     check.request_id(request_id, "request_id")
     choices = [_choices(check, message, path, limits) for path, message in options.items()]
     check.raise_if_any()
-    for path, message in options.items():
-        _refuse_constraint(message.constraint, path)
     return choices
 
 
@@ -338,7 +340,21 @@ def _choices(check: Checker, message: Any, path: str, limits: RequestLimits) -> 
         max_tokens=max_tokens,
         max_queue_s=check.span(bounds, "max_queue_time", at["limits"], limits.default_queue_s),
         max_duration_s=check.span(bounds, "max_duration", at["limits"], None),
+        constraint=_constraint(message.constraint),
     )
+
+
+def _constraint(constraint: sampling_pb2.Constraint) -> Constraint | None:
+    """What is asked for; whether it can be held to, the model tells when it compiles it."""
+    match constraint.WhichOneof("kind"):
+        case None:
+            return None
+        case "choice":
+            return Constraint("choice", options=tuple(constraint.choice.options))
+        case "json_object":
+            return Constraint("json_object")
+        case kind:
+            return Constraint(kind, text=getattr(constraint, kind))
 
 
 def validate_chat(chat: chat_pb2.Chat, max_messages: int) -> Conversation:
@@ -359,20 +375,6 @@ def validate_token_ids(ids: Sequence[int], path: str, num_head_rows: int) -> lis
 
 def _or(message: Any, name: str, default: bool) -> bool:
     return bool(getattr(message, name)) if message.HasField(name) else default
-
-
-def _refuse_features(spec: generation_service_pb2.GenerationSpec) -> None:
-    """Refuse what this build does not offer: honoured or refused, never ignored."""
-    _refuse_constraint(spec.constraint, "spec.")
-
-
-def _refuse_constraint(constraint: sampling_pb2.Constraint, path: str) -> None:
-    if constraint.WhichOneof("kind") is not None:
-        raise _absent(f"{path}constraint", "leave it unset")
-
-
-def _absent(name: str, remedy: str) -> ServiceError:
-    return not_implemented(name, remedy, name)
 
 
 def _logit_bias(check: Checker, sampling: sampling_pb2.SamplingParams, within: str, num_rows: int) -> dict[int, float]:

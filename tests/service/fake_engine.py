@@ -7,7 +7,7 @@ FakeEngine has the surface of cyengine.Engine that the service uses. Nothing hap
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from cyengine.types import (
     TensorInfo,
     TextPiece,
     TokenEvent,
+    TokenMask,
 )
 
 CONTROL = ("<|end|>", "<|user|>", "<|assistant|>")
@@ -119,6 +120,7 @@ class FakeEngine:
     Attributes:
         answer: texts of the tokens that every request is answered with at once; None: a test says what happens.
         submitted: what came, by id.
+        masks: what was pushed.
         cancelled: ids in the order they were cancelled.
         heartbeat_age_s, has_failed: what the statistics say.
         config: what it was made with, where a server made it.
@@ -133,6 +135,7 @@ class FakeEngine:
     decode_mode: DecodeMode = DecodeMode.BATCHED
     submitted: dict[int, Request] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
+    masks: list[TokenMask] = field(default_factory=list)
     is_draining: bool = False
     is_closed: bool = False
     config: Any = None
@@ -185,6 +188,9 @@ class FakeEngine:
             os.eventfd_read(self.event_fd)
         taken, self._events = self._events, []
         return taken
+
+    def push_masks(self, masks: Iterable[TokenMask]) -> None:
+        self.masks += masks
 
     def drain(self) -> None:
         self.is_draining = True

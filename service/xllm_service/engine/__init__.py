@@ -29,6 +29,7 @@ from xllm_service.engine.config import engine_config
 from xllm_service.engine.core import CoreEngine, create_core
 from xllm_service.engine.failures import to_service_error
 from xllm_service.engine.local import LocalEngine, open_engine
+from xllm_service.engine.masks import ConstraintComplete
 from xllm_service.engine.model import Model, open_model
 from xllm_service.engine.requests import CacheUse
 from xllm_service.engine.stream import Bounds, Progress
@@ -39,6 +40,7 @@ __all__ = [
     "Bounds",
     "CacheUse",
     "Candidate",
+    "ConstraintComplete",
     "CoreEngine",
     "DecodeMode",
     "EngineInfo",

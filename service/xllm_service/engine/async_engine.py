@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from cyengine.errors import XllmError
 from cyengine.types import (
@@ -26,8 +27,10 @@ from cyengine.types import (
     TokenEvent,
 )
 from xllm_service import convert
+from xllm_service.constraints import Constrained
 from xllm_service.engine.core import CoreEngine
 from xllm_service.engine.failures import to_service_error
+from xllm_service.engine.masks import MaskWorker, end_of
 from xllm_service.engine.model import Model
 from xllm_service.engine.requests import CacheUse, core_request, failure_of, mode_mismatch
 from xllm_service.engine.stream import Bounds, Progress, Stream
@@ -71,6 +74,8 @@ class AsyncEngine:
         self.on_freed: Callable[[float], object] = lambda _: None
         self.on_batch: Callable[[int], object] = lambda _: None
         self._cancelled_at: dict[int, float] = {}
+        self._masks = MaskWorker(core, model)
+        self._constrained: dict[int, Constrained] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
         self._loop.add_reader(self._fd, self._dispatch)
@@ -167,7 +172,7 @@ class AsyncEngine:
                 return self._core.submit_outputs(request, num_outputs)
             return [self._core.submit(request)]
 
-        async with aclosing(self._follow(submit, on_stall)) as batches:
+        async with aclosing(self._follow(submit, on_stall, _one_each(choices, num_outputs))) as batches:
             async for progress in _each(batches, bounds):
                 yield progress
 
@@ -244,7 +249,11 @@ class AsyncEngine:
     ) -> AsyncGenerator[Progress, None]:
         """Per-slot API: generate in one slot. Closing the iterator leaves it READY. Raises ServiceError."""
         request = core_request(choices, bounds)
-        async with aclosing(self._follow(lambda: [self._core.submit_decode_slot(slot, request)], on_stall)) as batches:
+
+        def submit() -> list[int]:
+            return [self._core.submit_decode_slot(slot, request)]
+
+        async with aclosing(self._follow(submit, on_stall, [choices])) as batches:
             async for progress in _each(batches, bounds):
                 yield progress
 
@@ -309,7 +318,8 @@ class AsyncEngine:
         """
         requests = [(slot, core_request(choices, bounds)) for slot, choices, bounds in entries]
         num_lost, accepted = 0, set[int]()
-        async with aclosing(self._follow(lambda: self._core.submit_decode_batch(requests), on_stall)) as batches:
+        every = [choices for _, choices, _ in entries]
+        async with aclosing(self._follow(lambda: self._core.submit_decode_batch(requests), on_stall, every)) as batches:
             async for batch in batches:
                 failure: ServiceError | None = None
                 for progress in batch:
@@ -330,7 +340,10 @@ class AsyncEngine:
                     raise failure
 
     async def _follow(
-        self, submit: Callable[[], list[int]], on_stall: Callable[[], None] | None
+        self,
+        submit: Callable[[], list[int]],
+        on_stall: Callable[[], None] | None,
+        choices: Sequence[DecodeChoices] = (),
     ) -> AsyncGenerator[list[Progress], None]:
         """Submit requests and yield what happens to them until each has finished; closing it cancels the rest."""
         if problem := self.problem():
@@ -339,15 +352,21 @@ class AsyncEngine:
             request_ids = submit()
         stream = Stream(request_ids, on_stall)
         self._streams.update(dict.fromkeys(request_ids, stream))
+        rows = [(number, one.constrained) for number, one in zip(request_ids, choices, strict=False)]
+        self._constrained.update({number: row for number, row in rows if row is not None})
+        self._masks.begin([(number, row) for number, row in rows if row is not None])
         try:
             while stream.running:
                 yield await stream.take()
         finally:
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
+                self._constrained.pop(request_id, None)
             for request_id in stream.running:
                 # The one release path: a slot comes back here, whoever ended the call and however.
                 self._cancel(request_id)
+                if request_id in stream.ended:  # it had ended by itself, and nobody had read of it
+                    self._cancelled_at.pop(request_id, None)
 
     def _cancel(self, request_id: int) -> None:
         if self._is_closed:
@@ -359,6 +378,7 @@ class AsyncEngine:
     def drop(self, request_id: int) -> None:
         """End one of the requests of a call, whose reader has heard enough of it; the others go on."""
         stream = self._streams.pop(request_id, None)
+        self._constrained.pop(request_id, None)
         if stream is not None:
             stream.drop(request_id)
             self._cancel(request_id)
@@ -395,6 +415,7 @@ class AsyncEngine:
         with contextlib.suppress(asyncio.CancelledError):
             await self._watcher
         self._fail_all(ServiceError(Reason.DRAINING, "the server stops"))
+        await asyncio.to_thread(self._masks.close)
         await asyncio.to_thread(self._core.close)
 
     def _dispatch(self) -> None:
@@ -408,14 +429,28 @@ class AsyncEngine:
             return
         if num_decoding := len({event.request_id for event in events if isinstance(event, TokenEvent)}):
             self.on_batch(num_decoding)
+        self._masks.advance(
+            [
+                (event.request_id, row, event.token_index + 1, event.token_id)
+                for event in events
+                if isinstance(event, TokenEvent) and event.wants_mask
+                if (row := self._constrained.get(event.request_id)) is not None
+            ]
+        )
         for event in events:
             if isinstance(event, FinishedEvent) and (cancelled := self._cancelled_at.pop(event.request_id, None)):
                 self.on_freed(time.monotonic() - cancelled)
             if isinstance(event, AcceptedEvent):
                 self.loaded_modes.add(event.decode_mode)
             stream = self._streams.get(event.request_id)
-            if stream is not None:  # else it was cancelled, and nobody waits
-                stream.put(event)
+            if stream is None:
+                continue  # it was cancelled, and nobody waits
+            row = self._constrained.get(event.request_id)
+            end = end_of(row, event) if row is not None and isinstance(event, FinishedEvent) else event
+            if isinstance(end, ServiceError):
+                stream.fail(end)
+            else:
+                stream.put(end)
 
     def _fail_all(self, failure: ServiceError) -> None:
         for stream in set(self._streams.values()):
@@ -461,3 +496,11 @@ async def _each(batches: AsyncGenerator[list[Progress], None], bounds: Bounds) -
                 progress.finished = None
                 yield progress
             raise failure_of(finished, was_accepted)
+
+
+def _one_each(choices: DecodeChoices, num_outputs: int) -> list[DecodeChoices]:
+    """Return the choices of each output; what one has said constrains it alone."""
+    row = choices.constrained
+    if row is None:
+        return [choices] * num_outputs
+    return [choices, *(replace(choices, constrained=row.fork()) for _ in range(num_outputs - 1))]

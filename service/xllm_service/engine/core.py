@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import cyengine
@@ -16,6 +16,7 @@ from cyengine.types import (
     Request,
     Slot,
     SlotInfo,
+    TokenMask,
 )
 from xllm_service import convert
 from xllm_service.config import ServeConfig
@@ -44,6 +45,9 @@ class CoreEngine(Protocol):
 
     def cancel(self, request_id: int) -> None:
         """End a request."""
+
+    def push_masks(self, masks: Iterable[TokenMask]) -> None:
+        """Say which tokens constrained requests may choose next."""
 
     def take_events(self) -> list[Event]:
         """Take what has happened."""

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import cyengine
 from cyengine.types import EndToken, Fact, Metadata, ModelInfo, Plan, TensorInfo, TextPiece
 from xllm_service.answer_markers import find_markers, marker_ids
 from xllm_service.chat_template import ChatTemplate, Piece, TemplateRenderError, TemplateUnusableError
 from xllm_service.config import ServeConfig
+from xllm_service.constraints import Constraint, ConstraintCompiler, ConstraintError, Matcher
 from xllm_service.digest import FileDigest, shard_paths
 from xllm_service.engine.config import engine_config
 from xllm_service.engine.failures import translated
 from xllm_service.errors import Reason, ServiceError
 
-_CONTROL = 3  # tokenizer.ggml.token_type of a CONTROL token
+# Values of tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _UNUSED = 2, 3, 5
+_NUM_WORKERS = 2
+_T = TypeVar("_T")
 
 
 class Model:
@@ -35,6 +43,10 @@ class Model:
         self.digest = FileDigest(shard_paths(Path(self.info.path)))
         self._pieces: list[bytes] = []
         self._control: frozenset[int] = frozenset()
+        self._textless: frozenset[int] = frozenset()  # that no output ever has, or that give it no text
+        self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="xllm-text")
+        self._compiler: ConstraintCompiler | None = None
+        self._compiler_lock = threading.Lock()
         if self.info.has_tokenizer:
             self._read_vocabulary()
         self.markers = find_markers(self.info.chat_template)
@@ -51,19 +63,24 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Unmap the file; engines made from it go on."""
+        """Unmap the file; engines made from it go on. Waits for text that is being read."""
+        self._workers.shutdown()
+        if self._compiler is not None:
+            self._compiler.close()
         self.digest.stop()
         self.chat_template.close()
         self.core.close()
 
     def _read_vocabulary(self) -> None:
-        control = []
+        control, textless = [], []
         for token_id in range(self.info.vocab_size):
             piece, token_type = self.core.token_piece(token_id)
             self._pieces.append(piece)
             if token_type == _CONTROL:
                 control.append(token_id)
-        self._control = frozenset(control)
+            if token_type in (_UNKNOWN, _UNUSED):
+                textless.append(token_id)
+        self._control, self._textless = frozenset(control), frozenset(textless)
 
     def _names(self) -> dict[str, str]:
         """What a template may call the special tokens: bos_token, eos_token, ..."""
@@ -159,6 +176,45 @@ class Model:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE, str(error)) from None
         except TemplateRenderError as error:
             raise ServiceError(Reason.TEMPLATE_REFUSED, str(error), field="chat.messages") from None
+
+    async def in_worker(self, work: Callable[[], _T]) -> _T:
+        """Run what takes its time, such as reading a long text, in a thread of this model's own."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def compile(self, constraint: Constraint, field: str) -> Matcher:
+        """Return what follows an output that is constrained. Takes its time; safe to call from several threads.
+
+        Raises INVALID_CONSTRAINT for a constraint that cannot be held to, NO_TOKENIZER where the model has no text.
+        """
+        self.check_tokenizer()
+        ends = [end.token_id for end in self.end_tokens()]
+        if not ends:
+            raise ServiceError(
+                Reason.NO_TOKENIZER, "the model has no token that ends an output: leave constraint unset"
+            )
+        try:
+            constraint.check()
+            with self._compiler_lock:
+                if self._compiler is None:
+                    pieces = [b"" if i in self._textless else piece for i, piece in enumerate(self._pieces)]
+                    encode = functools.partial(self.encode, add_special=False)
+                    self._compiler = ConstraintCompiler(pieces, self._control, ends, encode)
+            return self._compiler.compile(constraint)
+        except ConstraintError as error:
+            raise ServiceError(Reason.INVALID_CONSTRAINT, f"{field}: {error}", field=field) from None
+
+    @property
+    def mask_bytes(self) -> int:
+        """Size of a mask over all rows of the head."""
+        return 4 * -(-self.info.vocab_size // 32)
+
+    @functools.cached_property
+    def free_mask(self) -> bytes:
+        """The mask that allows every token but those that end an output."""
+        words = bytearray(b"\xff" * self.mask_bytes)
+        for end in self.end_tokens():
+            words[end.token_id // 8] &= ~(1 << end.token_id % 8)
+        return bytes(words)
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
         """Return the ids of a rendered conversation; only text of the template may spell control tokens."""

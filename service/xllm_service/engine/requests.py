@@ -62,6 +62,7 @@ def core_request(
         max_duration_s=bounds.seconds,
         cache_salt=cache.salt,
         bypass_cache=cache.bypass,
+        is_constrained=choices.constrained is not None,
     )
 
 

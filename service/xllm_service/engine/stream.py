@@ -38,6 +38,7 @@ class Stream:
         self.running = set(request_ids)  # whose end the reader has not seen
         self.failure: ServiceError | None = None
         self.on_stall = on_stall
+        self.ended: set[int] = set()  # requests whose last event has come
         self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
         self._pending: dict[int, Progress] = {}
         self._reader: asyncio.Future[None] | None = None
@@ -59,6 +60,7 @@ class Stream:
             progress.tokens.append(event)
         elif isinstance(event, FinishedEvent):
             progress.finished = event
+            self.ended.add(event.request_id)
         elif isinstance(event, PrefillEvent):
             progress.prefill = event
         else:

@@ -12,6 +12,7 @@ from xllm_client.v1 import admin_service_pb2, admin_service_pb2_grpc
 from xllm_service import config as settings
 from xllm_service import convert
 from xllm_service.admission import RECEIPT_TTL_S
+from xllm_service.constraints import MAX_CONSTRAINT_BYTES
 from xllm_service.engine import DecodeMode, build_id, version
 from xllm_service.engine_request import find_model, validate_engine, validate_grace
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
@@ -33,12 +34,15 @@ _CAPABILITIES = (
     admin_service_pb2.CAPABILITY_FORK_SLOT,
     admin_service_pb2.CAPABILITY_WATCH_SLOTS,
     admin_service_pb2.CAPABILITY_CHAT,
+    admin_service_pb2.CAPABILITY_TOOL_CALLS,
+    admin_service_pb2.CAPABILITY_REASONING,
     admin_service_pb2.CAPABILITY_STOP,
     admin_service_pb2.CAPABILITY_LOGIT_BIAS,
     admin_service_pb2.CAPABILITY_LOGPROBS,
     admin_service_pb2.CAPABILITY_MULTIPLE_OUTPUTS,
     admin_service_pb2.CAPABILITY_PREFIX_CACHE,
     admin_service_pb2.CAPABILITY_PRIORITY,
+    admin_service_pb2.CAPABILITY_CONSTRAINTS,
     admin_service_pb2.CAPABILITY_ENGINES,
     admin_service_pb2.CAPABILITY_LOAD,
     admin_service_pb2.CAPABILITY_DRAIN,
@@ -153,6 +157,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             max_logit_bias=settings.MAX_LOGIT_BIAS,
             max_top_logprobs=settings.MAX_TOP_LOGPROBS,
             max_outputs=settings.MAX_OUTPUTS,
+            max_constraint_bytes=MAX_CONSTRAINT_BYTES,
             max_chat_messages=config.max_chat_messages,
             max_lease=convert.duration(config.max_lease),
             receipt_ttl=convert.duration(RECEIPT_TTL_S),

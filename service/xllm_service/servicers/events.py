@@ -12,6 +12,7 @@ from xllm_service.admission import LiveGeneration
 from xllm_service.answer_reader import Parts
 from xllm_service.engine import (
     AcceptedEvent,
+    ConstraintComplete,
     FinishedEvent,
     FinishReason,
     Model,
@@ -158,9 +159,7 @@ class EventMaker:
             self._metrics.time_per_output_token.observe(event.decode_s / (event.num_generated_tokens - 1))
         end = generation_pb2.OutputFinished(
             output_index=output_index,
-            reason=generation_pb2.FINISH_REASON_CANCELLED
-            if event.status is Status.LEASE_LOST
-            else _FINISH_REASONS[event.finish_reason],
+            reason=_reason(event),
             num_tokens=event.num_generated_tokens,
         )
         if event.matched_stop is not None:
@@ -204,6 +203,14 @@ class EventMaker:
             timings.time_to_first_token.CopyFrom(convert.duration(clock.first_token - clock.arrival))
         self._live.receipt.timings.CopyFrom(timings)
         return timings
+
+
+def _reason(event: FinishedEvent) -> generation_pb2.FinishReason:
+    if event.status is Status.LEASE_LOST:
+        return generation_pb2.FINISH_REASON_CANCELLED
+    if isinstance(event, ConstraintComplete):
+        return generation_pb2.FINISH_REASON_CONSTRAINT_COMPLETE
+    return _FINISH_REASONS[event.finish_reason]
 
 
 def _effective(choices: DecodeChoices, event: AcceptedEvent, num_outputs: int) -> generation_pb2.EffectiveParameters:

@@ -21,7 +21,7 @@ from xllm_service.interceptors import principal
 from xllm_service.servicers.answers import Answer
 from xllm_service.servicers.events import EventMaker, Send
 from xllm_service.servicers.live_call import live_call
-from xllm_service.servicers.prompt import cache_use, check_digest, read_prompt
+from xllm_service.servicers.prompt import cache_use, check_digest, compiled, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot
@@ -112,6 +112,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         valid = validate(spec, self._served.limits(engine.model))
         mode = _mode(engine, owned, valid.choices, "EstimateGeneration")
         await check_digest(engine.model, valid.expected_digest)
+        await compiled(engine.model, valid.choices, "spec.")
         prompt = (await read_prompt(engine.model, valid.prompt, "spec.", add_special=_is_first(owned))).ids
         num_held = owned.info.num_tokens if owned is not None else 0
         num_tokens = num_held + len(prompt)
@@ -157,10 +158,15 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 await check_digest(engine.model, request.expected_digest)
                 read = await read_prompt(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
                 prompt, chat = read.ids, request.prompt.chat
+                tags = engine.model.markers.reasoning
+                free_until = tags[1] if tags is not None and read.starts_in_reasoning else ""
+                choices = await compiled(engine.model, choices, "spec.", free_until=free_until)
                 num_outputs = request.num_outputs
                 answers: list[Answer | None] = [None] * num_outputs
                 if chat is not None:
-                    in_reasoning, has_tools = read.starts_in_reasoning, bool(chat.tools)
+                    # note: what a constraint shapes is the answer, also where it looks like a tool call.
+                    has_tools = bool(chat.tools) and choices.constraint is None
+                    in_reasoning = read.starts_in_reasoning
                     answers = [
                         Answer(engine.model, choices, prompt, in_reasoning, has_tools) for _ in range(num_outputs)
                     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from xllm_service.constraints import Constrained
 from xllm_service.engine import CacheUse, Model
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
 from xllm_service.interceptors import principal
-from xllm_service.validation import PromptInput
+from xllm_service.validation import DecodeChoices, PromptInput
 
 _LONG_TEXT = 4096  # characters; longer text is read in a worker thread
 
@@ -74,7 +75,7 @@ async def read_prompt(model: Model, prompt: PromptInput, path: str, *, add_speci
             return Prompt(model.encode_pieces(pieces), model.markers.starts_in_reasoning(written))
 
         try:
-            read = await asyncio.to_thread(read_chat)
+            read = await model.in_worker(read_chat)
         except ServiceError as error:
             if error.reason is Reason.TEMPLATE_REFUSED:
                 error.field = f"{path}{error.field}"
@@ -87,8 +88,28 @@ async def read_prompt(model: Model, prompt: PromptInput, path: str, *, add_speci
             model.check_tokenizer()
             return Prompt(model.encode(text, add_special=add, parse_special=prompt.parse_special))
 
-        read = await asyncio.to_thread(read_text) if len(text) > _LONG_TEXT else read_text()
+        read = await model.in_worker(read_text) if len(text) > _LONG_TEXT else read_text()
     if not read.ids:
         name = "chat" if chat is not None else "text"
         raise InvalidFieldError([(f"{path}{name}", "gives no token at all; a prompt needs at least one")])
     return read
+
+
+async def compiled(model: Model, choices: DecodeChoices, path: str, *, free_until: str = "") -> DecodeChoices:
+    """Return the choices with their constraint compiled, in a worker thread; as they are where there is none.
+
+    Args:
+        model: whose tokens it will be about.
+        choices: what was checked.
+        path: of the message that holds the constraint, for errors: "spec.", or nothing.
+        free_until: text that ends what comes in front of the constrained part; empty: nothing does.
+
+    Raises:
+        ServiceError: INVALID_CONSTRAINT, NO_TOKENIZER.
+    """
+    constraint = choices.constraint
+    if constraint is None:
+        return choices
+    field = f"{path}constraint.{constraint.kind}"
+    matcher = await model.in_worker(lambda: model.compile(constraint, field))
+    return replace(choices, constrained=Constrained(matcher, free_until, field))

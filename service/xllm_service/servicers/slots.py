@@ -31,7 +31,7 @@ from xllm_service.interceptors import principal
 from xllm_service.servicers.events import EventMaker
 from xllm_service.servicers.live_call import live_call
 from xllm_service.servicers.ownership import Ownership, parse_slot_name, slot_name
-from xllm_service.servicers.prompt import cache_use, check_digest, read_prompt
+from xllm_service.servicers.prompt import cache_use, check_digest, compiled, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explain, explained, find_slot, no_slot, owned_slot
@@ -215,6 +215,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         hosted = owned.hosted
         limits = self._served.limits(hosted.engine.model)
         (choices,) = validate_decode(request.request_id, {"options.": request.options}, limits)
+        choices = await compiled(hosted.engine.model, choices, "options.")
         stream = _Stream(context, slot_service_pb2.DecodeSlotResponse)
         async with live_call(
             self._served,
@@ -249,7 +250,8 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         hosted = entries[0].hosted
         limits = self._served.limits(hosted.engine.model)
         paths = {f"entries[{index}].options.": entry.options for index, entry in enumerate(request.entries)}
-        choices = validate_decode(request.request_id, paths, limits)
+        checked = validate_decode(request.request_id, paths, limits)
+        choices = [await compiled(hosted.engine.model, one, path) for one, path in zip(checked, paths, strict=True)]
         stream = _Stream(context, slot_service_pb2.DecodeBatchResponse)
         async with live_call(
             self._served,

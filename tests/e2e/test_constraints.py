@@ -1,0 +1,174 @@
+"""Structured output with the real engine: what stops is what was asked for, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.e2e.serving import eventually, is_idle, serving
+from tests.tools.make_tiny_gguf import make_tiny_gguf
+from tests.tools.schemas import heavy_schemas, hostile_schemas, random_schema
+from xllm_client import AsyncClient, DecodeMode, InvalidArgumentError
+from xllm_client.v1 import generation_pb2
+
+STOPPED = (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_CONSTRAINT_COMPLETE)
+FEW, MANY = 16, 500
+
+
+@pytest.mark.parametrize("num_schemas", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+async def test_every_output_that_stops_is_valid_and_nearly_all_stop(
+    demo_model: Path, tmp_path: Path, num_schemas: int
+) -> None:
+    num_stopped = 0
+    async with serving(demo_model, tmp_path, kv_memory="256MiB") as (server, client):
+        turns = asyncio.Semaphore(8)
+
+        async def one(seed: int) -> bool:
+            schema = random_schema(seed)
+            ask = [{"role": "user", "content": f"Make up a record number {seed} and write it as JSON."}]
+            sampling: dict[str, Any] = {"temperature": 0.8, "seed": seed} if seed % 2 else {}
+            async with turns:
+                reply = await client.chat_once(ask, json_schema=schema, max_tokens=512, timeout_s=600, **sampling)
+            if reply.outputs[0].finished.reason not in STOPPED:
+                return False
+            jsonschema.validate(json.loads(reply.text), schema)
+            return True
+
+        num_stopped = sum(await asyncio.gather(*(one(seed) for seed in range(num_schemas))))
+        await eventually(lambda: is_idle(server))
+    assert num_stopped >= 0.95 * num_schemas
+
+
+async def test_each_kind_through_every_call(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path, decode_mode="auto") as (server, client):
+        for options, fits in (
+            ({"regex": "[0-9]{3}-[a-z]{2,4}"}, lambda text: re.fullmatch("[0-9]{3}-[a-z]{2,4}", text)),
+            ({"choice": ["red", "green é"]}, lambda text: text in ("red", "green é")),
+            ({"grammar": 'start: "x" NUM\nNUM: /[0-9]{1,4}/'}, lambda text: re.fullmatch("x[0-9]{1,4}", text)),
+            ({"json_schema": {"enum": [1.5, "a", None]}}, lambda text: json.loads(text) in (1.5, "a", None)),
+        ):
+            for mode in (DecodeMode.BATCHED, DecodeMode.PER_SLOT):
+                replies = [
+                    await client.generate_once(
+                        "the", max_tokens=64, decode_mode=mode, temperature=1.5, seed=n, **options
+                    )
+                    for n in range(4)
+                ]
+                replies.append(await client.generate("the", max_tokens=64, decode_mode=mode, **options).result())
+                for reply in replies:
+                    assert reply.outputs[0].finished.reason in STOPPED, (options, reply.text)
+                    assert fits(reply.text), (options, reply.text)
+        await eventually(lambda: is_idle(server))
+
+
+async def test_an_output_that_is_complete_ends_without_another_token(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path) as (server, client):
+        reply = await client.generate_once("the", choice=["abc"], token_ids=True, stop=["cx"])
+        (output,) = reply.outputs
+        assert output.text == "abc", "also what a stop string had held back"
+        assert output.finished.reason == generation_pb2.FINISH_REASON_CONSTRAINT_COMPLETE
+        assert b"".join(token.piece for token in output.tokens) == b"abc"
+        assert output.finished.num_tokens == len(output.tokens) == reply.usage.num_generated_tokens
+        await eventually(lambda: is_idle(server))
+
+
+async def test_slots_are_constrained_too_and_stay_ready(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path) as (server, client):
+        async with await client.acquire_slot() as slot:
+            for _ in range(2):
+                reply = await client.generate_once("the", choice=["red", "blue"], slot=slot.ref)
+                assert reply.text in ("red", "blue")
+        await eventually(lambda: is_idle(server))
+
+
+async def test_thinking_is_free_and_the_answer_is_not(tmp_path: Path) -> None:
+    said = "so. 1</think>A"
+    chain = [3 + ord("\n"), *(3 + byte for byte in said.encode()), 3 + ord("B")]
+    path = tmp_path / "thinking.gguf"
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    script = dict(itertools.pairwise(chain))
+    make_tiny_gguf(
+        path, tied=False, dtype="f32", hidden_size=256, next_token=script, next_default=2, chat_template=template
+    )
+    async with serving(path, tmp_path) as (_, client):
+        reply = await client.chat_once([{"role": "user", "content": "?"}], regex="A[0-9]")
+        (output,) = reply.outputs
+        assert output.reasoning_text == "so. 1"
+        assert re.fullmatch("A[0-9]", output.text)
+        # An end inside the thinking is not one: the answer would be missing.
+        plain = await client.chat_once([{"role": "user", "content": "?"}])
+        assert plain.outputs[0].text.startswith("AB")
+
+
+async def test_neighbours_have_the_bytes_that_they_have_alone(random_model: Path, tmp_path: Path) -> None:
+    schema = random_schema(3)
+
+    async def plain(client: AsyncClient, n: int) -> str:
+        return (await client.generate_once(f"the {n}", max_tokens=48, temperature=0.7, seed=n)).text
+
+    async def shaped(client: AsyncClient, n: int) -> str:
+        return (await client.generate_once(f"an {n}", max_tokens=200, temperature=0.7, seed=n, json_schema=schema)).text
+
+    async with serving(random_model, tmp_path) as (server, client):
+        alone = [await plain(client, n) for n in range(4)], [await shaped(client, n) for n in range(4)]
+        calls = [*(plain(client, n) for n in range(4)), *(shaped(client, n) for n in range(4))]
+        together = await asyncio.gather(*calls)
+        assert (together[:4], together[4:]) == alone
+        await eventually(lambda: is_idle(server))
+
+
+async def test_what_cannot_be_held_to_is_refused_before_anything_runs(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path) as (server, client):
+        beside = client.generate("the", max_tokens=300, seed=1, temperature=1.0)
+        first = await anext(beside)
+        num_steps_held = []
+        for name, text in hostile_schemas().items():
+            with pytest.raises(InvalidArgumentError) as caught:
+                await client.generate_once("x", json_schema=text)
+            assert caught.value.reason == "INVALID_CONSTRAINT", name
+            num_steps_held.append(server.served.get("").engine.stats().num_running)
+        assert max(num_steps_held) <= 1, "only the stream beside them ran"
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.estimate("x", regex="(a")
+        assert caught.value.reason == "INVALID_CONSTRAINT"
+        assert first.kind == "accepted" and (await beside.result()).usage.num_generated_tokens > 0
+        alone = await client.generate_once("the", max_tokens=300, seed=1, temperature=1.0)
+        assert (await beside.result()).text == alone.text
+        await eventually(lambda: is_idle(server))
+
+
+@pytest.mark.parametrize("name", heavy_schemas())
+async def test_what_costs_much_holds_nobody_up(random_model: Path, tmp_path: Path, name: str) -> None:
+    async with serving(random_model, tmp_path) as (server, client):
+
+        async def heavy() -> None:
+            try:
+                await client.generate_once("x", json_schema=heavy_schemas()[name], max_tokens=24)
+            except InvalidArgumentError as error:
+                assert error.reason == "INVALID_CONSTRAINT"
+
+        alone = (await client.generate_once("the", max_tokens=64)).text
+        task = asyncio.create_task(heavy())
+        assert (await client.generate_once("the", max_tokens=64)).text == alone
+        await task
+        await eventually(lambda: is_idle(server))
+
+
+async def test_a_cancel_while_a_mask_is_waited_for_gives_everything_back(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path) as (server, client):
+        for n in range(20):
+            call = client.generate("the", max_tokens=200, json_object=True, temperature=1.0, seed=n)
+            async for event in call:
+                if event.kind == "delta":
+                    break
+            call.close()
+        await eventually(lambda: is_idle(server))
+        engine = server.served.get("").engine
+        await eventually(lambda: not engine._constrained)
