@@ -172,3 +172,16 @@ async def test_a_cancel_while_a_mask_is_waited_for_gives_everything_back(random_
         await eventually(lambda: is_idle(server))
         engine = server.served.get("").engine
         await eventually(lambda: not engine._constrained)
+
+
+async def test_each_of_several_outputs_keeps_to_it_by_itself(random_model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"json_schema": random_schema(7), "temperature": 1.0, "max_tokens": 200}
+    async with serving(random_model, tmp_path) as (server, client):
+        reply = await client.generate_once("the", seed=3, num_outputs=4, **options)
+        alone = [await client.generate_once("the", seed=3 + n, **options) for n in range(4)]
+        assert [output.text for output in reply.outputs] == [one.text for one in alone]
+        assert len({output.text for output in reply.outputs}) > 1
+        for output in reply.outputs:
+            assert output.finished.reason in STOPPED
+            jsonschema.validate(json.loads(output.text), options["json_schema"])
+        await eventually(lambda: is_idle(server))

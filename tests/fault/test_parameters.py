@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,10 @@ async def refused(model: Path, folder: Path, options: Any, field: str) -> None:
     ],
 )
 async def test_24_constraints_that_are_invalid_or_too_deep(random_model: Path, tmp_path: Path, constraint: Any) -> None:
-    async with serving(random_model, tmp_path) as (server, client), unharmed(server, client) as seen:
+    async with contextlib.AsyncExitStack() as stack:
+        server, client = await stack.enter_async_context(serving(random_model, tmp_path))
+        await client.generate_once("x", choice=["a"])  # constraints are tried in a process that stays from the first on
+        seen = await stack.enter_async_context(unharmed(server, client))
         seen.received_bytes += len(str(constraint))
         for call in (client.generate("x", **constraint).result(), client.generate_once("x", **constraint)):
             with pytest.raises(XllmError) as caught:

@@ -23,7 +23,6 @@ from xllm_client import (
     QueueFullError,
     ResourceExhaustedError,
     UnavailableError,
-    UnimplementedError,
     XllmError,
 )
 from xllm_client.v1 import generation_pb2, generation_service_pb2, sampling_pb2
@@ -184,21 +183,6 @@ async def test_a_bad_field_is_named(client: AsyncClient, engine: FakeEngine, opt
         await client.generate("x", **options).result()
     assert [violation.field for violation in caught.value.field_violations] == [field]
     assert caught.value.reason == "INVALID_FIELD"
-    assert not engine.submitted
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"json_object": True},
-        {"regex": "a+"},
-    ],
-)
-async def test_what_is_not_offered_is_refused_by_name(client: AsyncClient, engine: FakeEngine, options: Any) -> None:
-    with pytest.raises(UnimplementedError) as caught:
-        await client.generate_once("x", **options)
-    assert caught.value.reason == "NOT_IMPLEMENTED"
-    assert caught.value.metadata["feature"].startswith("spec.")
     assert not engine.submitted
 
 

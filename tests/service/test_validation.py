@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xllm_client.v1 import chat_pb2, generation_service_pb2
-from xllm_service.errors import InvalidFieldError, Reason, ServiceError
+from xllm_service.errors import InvalidFieldError
 from xllm_service.validation import DecodeChoices, RequestLimits, validate, validate_chat
 
 LIMITS = RequestLimits(num_head_rows=100)
@@ -125,21 +125,6 @@ def test_all_violations_are_told_at_once() -> None:
     with pytest.raises(InvalidFieldError) as caught:
         check(sampling={"temperature": -1.0, "top_p": 2.0}, limits={"max_tokens": 0})
     assert len(caught.value.violations()) == 3
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"constraint": {"json_schema": "{}"}},
-        {"constraint": {"grammar": "x" * 60_000}},
-        {"constraint": {"choice": {"options": ["a"]}}},
-    ],
-)
-def test_features_that_are_not_offered_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ServiceError) as caught:
-        check(**fields)
-    assert caught.value.reason is Reason.NOT_IMPLEMENTED
-    assert caught.value.metadata["feature"] == f"spec.{next(iter(fields))}"
 
 
 # ---- chat ----
