@@ -44,7 +44,7 @@ def cuts(text: str) -> list[list[str]]:
         ("Yes. <think> no tag here </think>", False, "", "Yes. <think> no tag here </think>"),
         ("a </thin and </think", True, "a </thin and </think", ""),
         ("all of it", True, "all of it", ""),
-        ("  <thi", False, "", "  <thi"),
+        ("  <th", False, "", "  <th"),
         ("</think>", True, "", ""),
         ("one</think>two</think>three", True, "one", "two</think>three"),
         ("", True, "", ""),

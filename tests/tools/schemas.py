@@ -82,7 +82,7 @@ def hostile_schemas() -> dict[str, str]:
         "single quotes": "{'type': 'object'}",
         "byte order mark": "\ufeff{}",
         # wrong values of keywords
-        "unknown type": {"type": "strin"},
+        "unknown type": {"type": "numeral"},
         "type is a number": {"type": 5},
         "a property is a number": {"properties": {"a": 5}},
         "properties is a list": {"type": "object", "properties": []},
