@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import grpc
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from tests.e2e.serving import serving
+from tests.e2e.serving import eventually, serving
 from tests.fault.invariants import unharmed
 from tests.tools.make_tiny_gguf import make_tiny_gguf
 from tests.tools.tiny_vocab import MERGES, make_vocab
@@ -179,3 +181,35 @@ async def test_21_more_token_ids_than_the_context(random_model: Path, tmp_path: 
             assert seen.saw(caught.value).reason == "PROMPT_TOO_LONG"
             assert caught.value.metadata == {"num_prompt_tokens": str(len(prompt)), "max_seq_len": "2048"}
         assert (await client.generate_once([5] * 2047)).usage.num_generated_tokens == 1
+
+
+async def test_17_very_long_texts_are_read_one_by_one(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(random_model, tmp_path) as (server, client), unharmed(server, client) as seen:
+        model = server.served.get("").engine.model
+        encode, lock = model.encode, threading.Lock()
+        at_once, most = 0, 0
+        gate = threading.Event()
+
+        def watched(text: str, **options: Any) -> list[int]:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            gate.wait(60)
+            try:
+                return encode(text, **options)
+            finally:
+                with lock:
+                    at_once -= 1
+
+        monkeypatch.setattr(model, "encode", watched)
+        calls = [asyncio.ensure_future(client.tokenize("x" * 300_000)) for _ in range(6)]
+        seen.received_bytes += 6 * 300_000
+        short = asyncio.ensure_future(client.tokenize("y" * 10_000))
+        await eventually(lambda: at_once == 2)  # a very long one, and the other one beside it
+        gate.set()
+        assert [len(ids) for ids in await asyncio.gather(*calls)] == [300_000] * 6
+        assert len(await short) == 10_000
+        assert most == 2

@@ -41,6 +41,9 @@ class Model:
         self.core = core
         self.info: ModelInfo = core.info
         self.digest = FileDigest(shard_paths(Path(self.info.path)))
+        # Reading a text takes up to 25 times its bytes for a moment: very long ones are read one by one, and leave a
+        # worker to the others.
+        self.very_long_texts = asyncio.Semaphore(_NUM_WORKERS - 1)
         self._pieces: list[bytes] = []
         self._control: frozenset[int] = frozenset()
         self._textless: frozenset[int] = frozenset()  # that no output ever has, or that give it no text

@@ -10,13 +10,13 @@ from xllm_client.v1 import model_service_pb2, model_service_pb2_grpc
 from xllm_service import convert
 from xllm_service.engine import AsyncEngine, Model
 from xllm_service.errors import ServiceError
+from xllm_service.servicers.prompt import aside
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
 from xllm_service.validation import validate_chat, validate_token_ids
 
 _ROPE_THETA = 10000.0  # RoPE's base in a file that does not say (arXiv:2104.09864)
 _MAX_VALUE = 4096  # characters of one metadata value
-_LONG_TEXT = 4096  # characters; longer text is read in a worker thread
 
 
 class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
@@ -47,14 +47,14 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
         """Text to token ids."""
         model = self._served.get_model(request.model)
 
-        def encode() -> list[int]:
+        def encode() -> model_service_pb2.TokenizeResponse:
             model.check_tokenizer()
             add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            return model.encode(request.text, add_special=add_special, parse_special=request.parse_special)
+            ids = model.encode(request.text, add_special=add_special, parse_special=request.parse_special)
+            pieces = [model.piece(token_id) for token_id in ids] if request.include_pieces else ()
+            return model_service_pb2.TokenizeResponse(token_ids=ids, pieces=pieces)
 
-        ids = await asyncio.to_thread(encode) if len(request.text) > _LONG_TEXT else encode()
-        pieces = [model.piece(token_id) for token_id in ids] if request.include_pieces else ()
-        return model_service_pb2.TokenizeResponse(token_ids=ids, pieces=pieces)
+        return await aside(model, len(request.text), encode)
 
     async def Detokenize(
         self, request: model_service_pb2.DetokenizeRequest, context: Any
@@ -70,7 +70,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
             text = model.decode(ids, render_special=request.render_special)
             return model_service_pb2.DetokenizeResponse(text=text, raw=raw)
 
-        return await asyncio.to_thread(decode) if len(ids) > _LONG_TEXT else decode()
+        return await aside(model, len(ids), decode)
 
     async def RenderChat(
         self, request: model_service_pb2.RenderChatRequest, context: Any

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from xllm_service.chat_template import Piece
 from xllm_service.constraints import Constrained
 from xllm_service.engine import CacheUse, Model
 from xllm_service.errors import InvalidFieldError, Reason, ServiceError
@@ -13,6 +15,19 @@ from xllm_service.interceptors import principal
 from xllm_service.validation import DecodeChoices, PromptInput
 
 _LONG_TEXT = 4096  # characters; longer text is read in a worker thread
+_VERY_LONG_TEXT = 1 << 18  # characters; these are read one by one: see Model.very_long_texts
+
+_T = TypeVar("_T")
+
+
+async def aside(model: Model, size: int, work: Callable[[], _T]) -> _T:
+    """Do work whose time and memory follow the size of a text, so that nothing else waits for it."""
+    if size <= _LONG_TEXT:
+        return work()
+    if size <= _VERY_LONG_TEXT:
+        return await model.in_worker(work)
+    async with model.very_long_texts:
+        return await model.in_worker(work)
 
 
 async def check_digest(model: Model, expected: str) -> None:
@@ -63,19 +78,22 @@ async def read_prompt(model: Model, prompt: PromptInput, path: str, *, add_speci
     chat = prompt.chat
     if chat is not None:
 
-        def read_chat() -> Prompt:
-            pieces = model.render(
+        def render() -> list[Piece]:
+            return model.render(
                 chat.messages,
                 tools=chat.tools,
                 add_generation_prompt=chat.add_generation_prompt,
                 arguments=chat.arguments,
             )
+
+        def read_chat() -> Prompt:
             model.check_tokenizer()
             written = [piece.text for piece in pieces if piece.trusted]
             return Prompt(model.encode_pieces(pieces), model.markers.starts_in_reasoning(written))
 
         try:
-            read = await model.in_worker(read_chat)
+            pieces = await model.in_worker(render)
+            read = await aside(model, sum(len(piece.text) for piece in pieces), read_chat)
         except ServiceError as error:
             if error.reason is Reason.TEMPLATE_REFUSED:
                 error.field = f"{path}{error.field}"
@@ -88,7 +106,7 @@ async def read_prompt(model: Model, prompt: PromptInput, path: str, *, add_speci
             model.check_tokenizer()
             return Prompt(model.encode(text, add_special=add, parse_special=prompt.parse_special))
 
-        read = await model.in_worker(read_text) if len(text) > _LONG_TEXT else read_text()
+        read = await aside(model, len(text), read_text)
     if not read.ids:
         name = "chat" if chat is not None else "text"
         raise InvalidFieldError([(f"{path}{name}", "gives no token at all; a prompt needs at least one")])
