@@ -292,7 +292,7 @@ def _is_reached(stage: Stage, moment: str, live: Any, is_on_slot: bool) -> bool:
     if moment == "prefill":
         return bool(live.state.value == "RUNNING")
     if moment == "last_token":
-        return stage.core.num_held > 0
+        return bool(stage.core.num_held > 0 and live.receipt.usage.num_generated_tokens == 2)
     return bool(live.receipt.usage.num_generated_tokens > 0)
 
 
