@@ -73,14 +73,16 @@ def test_an_alias_splits_as_the_name_does(slices: OpenSlice, name: str, alias: s
         assert aliased.encode(text) == ids, text
 
 
-def write_sentencepiece(path: Path, **options: bool) -> Path:
+def write_sentencepiece(
+    path: Path, add_bos: bool | None = None, extra: dict[str, bool | list[int]] | None = None
+) -> Path:
     """A small SentencePiece vocabulary: bytes, letters, a few words."""
     words = ["▁", "▁▁", "▁two", "two", "▁words", "words", "▁t", "wo", "▁w", "or", "ds", "w", "ord", "▁wor"]
     letters = [chr(code) for code in range(0x21, 0x7F) if chr(code) not in words] + ["é"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
     types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (len(words) + len(letters))
     scores = [0.0] * 259 + [-float(i) for i in range(len(words) + len(letters))]
-    return Vocabulary("llama", tokens, types, scores=scores, add_bos=options.get("add_bos")).write(path)
+    return Vocabulary("llama", tokens, types, scores=scores, add_bos=add_bos, extra=extra or {}).write(path)
 
 
 @pytest.mark.parametrize("pre", ["", "default"])
@@ -247,10 +249,28 @@ def test_no_clean_up_flag_changes_what_is_decoded(tmp_path: Path, flag: bool) ->
             assert model.decode(model.encode(text)) == text
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "harmless"),
+    [
+        ("precompiled_charsmap", [1, 2, 3], None),
+        ("normalizer.lowercase", True, False),
+        ("add_sep_token", True, False),
+        ("remove_extra_whitespaces", True, False),
+    ],
+)
+def test_rules_for_text_that_are_not_followed_are_refused_by_name(
+    tmp_path: Path, key: str, value: bool | list[int], harmless: bool | None
+) -> None:
+    with pytest.raises(errors.ModelUnsupportedError, match=f"tokenizer.ggml.{key}"):
+        Model(write_sentencepiece(tmp_path / "refused.gguf", extra={key: value}))
+    if harmless is not None:
+        with Model(write_sentencepiece(tmp_path / "loaded.gguf", extra={key: harmless})) as model:
+            assert model.decode(model.encode("two  words")) == "two  words"
+
+
 def sentencepiece_models(tmp_path: Path) -> Iterator[Model]:
     for number, add_bos in enumerate((None, True, False)):
-        options = {} if add_bos is None else {"add_bos": add_bos}
-        yield Model(write_sentencepiece(tmp_path / f"spm{number}.gguf", **options))
+        yield Model(write_sentencepiece(tmp_path / f"spm{number}.gguf", add_bos))
 
 
 def test_encoding_and_decoding_again_is_stable_on_sentencepiece(tmp_path: Path) -> None:

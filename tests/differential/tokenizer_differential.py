@@ -18,13 +18,15 @@ from cyengine import Model
 
 from .corpus import random_texts
 from .pre_tokenizers import PRE_TOKENIZERS
-from .references import Reference, fetch, from_gguf, from_sentencepiece, from_tokenizer_json
+from .references import Reference, fetch, from_gguf, from_sentencepiece, from_tekken, from_tokenizer_json
 
 BATCH = 5000
-MISTRAL_MODEL = "mistral_common/data/tokenizer.model.v1"
+SENTENCEPIECE_MODEL = "mistral_common/data/tokenizer.model.v1"
+TEKKEN_MODEL = "mistral_common/data/tekken_240911.json"
 
-
-NAMES = ("smollm", "qwen2", "llama-bpe", "sentencepiece", *PRE_TOKENIZERS)
+# Vocabularies of their own; the pre-tokenizers of the others run over qwen2's.
+OWN = ("smollm", "qwen2", "llama-bpe", "deepseek-v3", "tekken", "sentencepiece")
+NAMES = (*OWN, *PRE_TOKENIZERS)
 
 
 def default_cache() -> Path:
@@ -39,7 +41,9 @@ def load_reference(name: str, cache: Path, gguf: Path | None) -> Reference:
             raise ValueError("smollm: expected the demo model's file, found none; give --gguf")
         return from_gguf(gguf)
     if name == "sentencepiece":
-        return from_sentencepiece(fetch("mistral", cache), MISTRAL_MODEL)
+        return from_sentencepiece(fetch("mistral", cache), SENTENCEPIECE_MODEL)
+    if name == "tekken":
+        return from_tekken(fetch("mistral", cache), TEKKEN_MODEL)
     return from_tokenizer_json(name, fetch("qwen2" if name in PRE_TOKENIZERS else name, cache))
 
 

@@ -21,6 +21,8 @@ class Vocabulary:
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     add_bos: bool | None = None
+    # Further keys of the section.
+    extra: dict[str, bool | list[int]] = field(default_factory=dict)
 
     def write(self, path: Path) -> Path:
         """Write a file that holds the vocabulary alone; returns `path`."""
@@ -36,6 +38,11 @@ class Vocabulary:
             writer.add_token_scores(self.scores)
         if self.add_bos is not None:
             writer.add_add_bos_token(self.add_bos)
+        for key, value in self.extra.items():
+            if isinstance(value, bool):
+                writer.add_bool(f"tokenizer.ggml.{key}", value)
+            else:
+                writer.add_array(f"tokenizer.ggml.{key}", value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()

@@ -34,6 +34,22 @@ std::optional<bool> flag(const GgufFile &file, const char *key) {
   return value->as_bool();
 }
 
+// Rules for text that some vocabularies carry and none of our text models follows: SentencePiece's
+// compiled normalisation (empty: none), lower-casing, a separator behind every text.
+std::vector<std::string> unsupported_keys(const GgufFile &file) {
+  std::vector<std::string> out;
+  const char *charsmap = "tokenizer.ggml.precompiled_charsmap";
+  const GgufValue *value = file.find(charsmap);
+  const bool is_text = value != nullptr && value->type() == GgufType::kString;
+  if (is_text ? !value->as_string().empty() : value != nullptr && value->num_elements() > 0) {
+    out.emplace_back(charsmap);
+  }
+  for (const char *key : {"tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.add_sep_token"}) {
+    if (flag(file, key).value_or(false)) out.emplace_back(key);
+  }
+  return out;
+}
+
 std::unique_ptr<Tokenizer> make_tokenizer(const GgufFile &file, int32_t num_rows,
                                           const ModelFileOptions &options) {
   VocabSource source;
@@ -63,6 +79,7 @@ std::unique_ptr<Tokenizer> make_tokenizer(const GgufFile &file, int32_t num_rows
   source.add_eos = flag(file, "tokenizer.ggml.add_eos_token");
   source.add_space_prefix = flag(file, "tokenizer.ggml.add_space_prefix");
   source.remove_extra_whitespaces = flag(file, "tokenizer.ggml.remove_extra_whitespaces");
+  source.unsupported_keys = unsupported_keys(file);
   return Tokenizer::create(source);
 }
 

@@ -86,6 +86,12 @@ Tokenizer::Tokenizer(const VocabSource &source)
     throw Error(Status::kModelUnsupported,
                 "tokenizer.ggml.model: expected gpt2, llama or no_vocab, found \"" + model_ + "\"");
   }
+  if (!source.unsupported_keys.empty()) {
+    throw Error(Status::kModelUnsupported,
+                source.unsupported_keys.front() +
+                    ": the key changes how text becomes tokens and is not supported; convert the "
+                    "model without it");
+  }
   add_bos_ = source.add_bos.value_or(family_adds_bos) && bos_.has_value();
   add_eos_ = source.add_eos.value_or(false) && eos_.has_value();
 }

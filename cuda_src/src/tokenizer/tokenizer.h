@@ -64,6 +64,9 @@ struct VocabSource {
   std::optional<bool> add_space_prefix;
   // Refused if true.
   std::optional<bool> remove_extra_whitespaces;
+  // Keys that would change the ids of any text and are not supported: refused, by the first one's
+  // name.
+  std::vector<std::string> unsupported_keys;
   // Jinja source; read only to learn what ends an assistant turn.
   std::string_view chat_template;
 };
