@@ -2,6 +2,10 @@
 
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "tensor/quant.h"
 
 namespace xllm::cpu {
@@ -47,6 +51,48 @@ uint32_t permute_fifth_bits(uint32_t bits) {
   return out;
 }
 
+// One quant block, the same of each row: words [num_words] of the rows, row_bytes apart, to `out`
+// [num_words][kInterleavedRows].
+void interleave_words(const uint8_t *words, uint64_t row_bytes, int num_rows, int num_words,
+                      uint8_t *out) {
+  int w = 0;
+#if defined(__SSE2__)
+  // Four words of sixteen rows are transposed in registers, and each of the four lines of 64 bytes
+  // is written whole.
+  if (num_rows == kInterleavedRows) {
+    for (; w + 4 <= num_words; w += 4) {
+      __m128i lines[4][4];  // [word][four rows]
+      for (int g = 0; g < 4; ++g) {
+        const uint8_t *from = words + static_cast<uint64_t>(4 * g) * row_bytes + 4 * w;
+        __m128i row[4];
+        for (int r = 0; r < 4; ++r) {
+          row[r] = _mm_loadu_si128(
+              reinterpret_cast<const __m128i *>(from + static_cast<uint64_t>(r) * row_bytes));
+        }
+        const __m128i low01 = _mm_unpacklo_epi32(row[0], row[1]);
+        const __m128i low23 = _mm_unpacklo_epi32(row[2], row[3]);
+        const __m128i high01 = _mm_unpackhi_epi32(row[0], row[1]);
+        const __m128i high23 = _mm_unpackhi_epi32(row[2], row[3]);
+        lines[0][g] = _mm_unpacklo_epi64(low01, low23);
+        lines[1][g] = _mm_unpackhi_epi64(low01, low23);
+        lines[2][g] = _mm_unpacklo_epi64(high01, high23);
+        lines[3][g] = _mm_unpackhi_epi64(high01, high23);
+      }
+      auto *to = reinterpret_cast<__m128i *>(out + 4 * kInterleavedRows * w);
+      for (int i = 0; i < 4; ++i) {
+        for (int g = 0; g < 4; ++g) _mm_storeu_si128(to + 4 * i + g, lines[i][g]);
+      }
+    }
+  }
+#endif
+  for (; w < num_words; ++w) {
+    for (int r = 0; r < num_rows; ++r) {
+      std::memcpy(out + 4 * (kInterleavedRows * w + r),
+                  words + static_cast<uint64_t>(r) * row_bytes + 4 * w, 4);
+    }
+  }
+}
+
 }  // namespace
 
 bool can_interleave(DType dtype) {
@@ -68,21 +114,21 @@ void interleave_rows(DType dtype, const uint8_t *rows, uint64_t row_bytes, int n
   const int num_blocks = cols / static_cast<int>(info.block_elems);
   const int half_bytes = shape.half >= 0 ? 2 * kInterleavedRows : 0;
   if (num_rows < kInterleavedRows) std::memset(out, 0, kInterleavedRows * row_bytes);
-  for (int r = 0; r < num_rows; ++r) {
-    const uint8_t *block = rows + static_cast<uint64_t>(r) * row_bytes;
-    uint8_t *tile = out;
-    for (int b = 0; b < num_blocks; ++b) {
+  const int first_word = shape.half == 0 ? 2 : 0;  // bytes in front of it
+  const int num_words = (block_bytes - first_word) / 4;
+  for (int b = 0; b < num_blocks; ++b) {
+    const uint8_t *block = rows + static_cast<uint64_t>(b) * block_bytes;
+    uint8_t *tile = out + static_cast<uint64_t>(b) * kInterleavedRows * block_bytes;
+    interleave_words(block + first_word, row_bytes, num_rows, num_words, tile + half_bytes);
+    for (int r = 0; r < num_rows; ++r, block += row_bytes) {
       if (shape.half >= 0) std::memcpy(tile + 2 * r, block + shape.half, 2);
-      uint8_t *word_out = tile + half_bytes + 4 * r;
-      for (int at = shape.half == 0 ? 2 : 0; at + 4 <= block_bytes; at += 4) {
-        uint32_t word;
-        std::memcpy(&word, block + at, 4);
-        if (at == shape.fifth_bits) word = permute_fifth_bits(word);
-        std::memcpy(word_out, &word, 4);
-        word_out += 4 * kInterleavedRows;
+      if (shape.fifth_bits >= 0) {
+        uint32_t bits;
+        std::memcpy(&bits, block + shape.fifth_bits, 4);
+        bits = permute_fifth_bits(bits);
+        const int word = (shape.fifth_bits - first_word) / 4;
+        std::memcpy(tile + half_bytes + 4 * (kInterleavedRows * word + r), &bits, 4);
       }
-      block += block_bytes;
-      tile += kInterleavedRows * block_bytes;
     }
   }
 }
