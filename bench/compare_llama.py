@@ -8,7 +8,8 @@ Three questions, all on the CPU with f16 keys and values:
 
 * tokens      20 fixed prompts, 32 tokens each, greedily. Where the two part, the float64 reference says how close its
               two best tokens were, and how far each engine's logits were from it. As a control, llama.cpp is compared
-              with itself, with flash attention and without: what rounding alone does to tokens.
+              with itself, with flash attention and without: what rounding alone does to tokens. The prompts are those
+              whose continuations the reference is sure of (bench/prompts.py); `--open` takes others, unselected.
 * logits      relative L2 error of every position of those texts against the reference.
 * perplexity  of a committed text in windows of 512 tokens, of which the second half is scored.
 """
@@ -30,14 +31,13 @@ import numpy.typing as npt
 from bench import machine
 from bench.core_logits import PROGRAM, CoreLogits
 from bench.llama_cpp import LlamaCpp
-from bench.prompts import PROMPTS
+from bench.prompts import NUM_PROMPTS, NUM_TOKENS, OPEN_PROMPTS, PROMPTS, is_chat
 from cyengine import Engine, EngineConfig, TokenEvent
 from tests.reference.forward import ReferenceModel
 from tests.reference.forward import load as load_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "tests" / "data" / "text" / "alice.txt"
-NUM_TOKENS = 32
 WINDOW = 512
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -61,11 +61,11 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def compare_prompt(
-    text: str, engine: Engine, core: CoreLogits, peer: LlamaCpp, control: LlamaCpp, reference: ReferenceModel
+    kind: str, text: str, engine: Engine, core: CoreLogits, peer: LlamaCpp, control: LlamaCpp, reference: ReferenceModel
 ) -> Result:
     """Run one prompt through both engines and hold both to the reference along xLLM's answer."""
-    prompt = engine.model.encode(text)
-    peer_prompt = peer.encode(text)
+    prompt = engine.model.encode(text, parse_special=is_chat(kind))
+    peer_prompt = peer.encode(text, parse_special=is_chat(kind))
     events = engine.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
     tokens = [event.token_id for event in events if isinstance(event, TokenEvent)]
     peer_tokens = peer.greedy(prompt, NUM_TOKENS)
@@ -78,6 +78,7 @@ def compare_prompt(
     if list(np.argmax(ours[row:], axis=1)) != tokens:
         raise RuntimeError(f"the engine's tokens are not those of its logits: {text!r}")
     result: Result = {
+        "kind": kind,
         "prompt": text,
         "prompt_ids_equal": prompt == peer_prompt,
         "tokens": tokens,
@@ -179,7 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare xLLM with llama.cpp on the same model file.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1, help="of each engine; the numbers do not depend on it")
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="the first so many")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="the first so many")
+    parser.add_argument("--open", action="store_true", help="prompts whose continuations rounding may decide")
     parser.add_argument("--windows", type=int, default=None, help="of the text, at most; 0: no perplexity")
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     parser.add_argument("--logits-cli", type=Path, default=PROGRAM)
@@ -194,8 +196,9 @@ def main() -> None:
         LlamaCpp(args.model, args.threads, WINDOW, flash_attention=False) as control,
     ):
         results = []
-        for number, text in enumerate(PROMPTS[: args.prompts]):
-            results.append(compare_prompt(text, engine, core, peer, control, reference))
+        prompts = [("open", text) for text in OPEN_PROMPTS] if args.open else PROMPTS
+        for number, (kind, text) in enumerate(prompts[: args.prompts]):
+            results.append(compare_prompt(kind, text, engine, core, peer, control, reference))
             print(f"\rprompt {number + 1} of {args.prompts}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         scores = {}

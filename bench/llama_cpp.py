@@ -144,11 +144,11 @@ class LlamaCpp:
         """What its kernels were built for."""
         return str(self._lib.llama_print_system_info().decode())
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the ids of a text in which control tokens are not recognised."""
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Return the ids of a text; control tokens are recognised where `parse_special` says so."""
         data = text.encode()
         ids = (_i32 * (len(data) + 8))()
-        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, len(ids), add_special, False)
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, len(ids), add_special, parse_special)
         if count < 0:
             raise RuntimeError(f"llama.cpp wants room for {-count} tokens")
         return list(ids[:count])

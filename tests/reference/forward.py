@@ -5,13 +5,14 @@
 
 RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, GQA arXiv:2305.13245, SwiGLU arXiv:2002.05202, sliding
 window arXiv:2310.06825, per-head QK norm as in Qwen3 (arXiv:2505.09388). It shares no code with the
-engine, keeps no cache and rounds nothing: what differs from it is the engine's error.
+engine and rounds nothing: what differs from it is the engine's error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,8 @@ def causal_attention(q: F64, k: F64, v: F64, scale: float, window: int) -> F64:
     """Attend from each token to itself and those before it.
 
     Args:
-        q: [tokens, heads, head_dim].
-        k: [tokens, kv_heads, head_dim]; heads is a multiple of kv_heads.
+        q: [tokens, heads, head_dim], of the last tokens.
+        k: [all tokens, kv_heads, head_dim]; heads is a multiple of kv_heads.
         v: Like k.
         scale: Multiplies the scores.
         window: Keys a token sees, itself included; 0 for all.
@@ -49,7 +50,7 @@ def causal_attention(q: F64, k: F64, v: F64, scale: float, window: int) -> F64:
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k, optimize=True) * scale
-    distance = np.arange(len(q))[:, None] - np.arange(len(k))[None, :]
+    distance = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))[None, :]
     hidden = (distance < 0) | ((distance >= window) if window else False)
     scores[:, hidden] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -69,6 +70,25 @@ class Config:
     attention_scale: float
     window: int
     rope: Rope
+
+
+@dataclass
+class Past:
+    """Keys and values of tokens that were run, one [tokens, kv_heads, head_dim] of each per layer."""
+
+    keys: dict[int, F64] = field(default_factory=dict)
+    values: dict[int, F64] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were run."""
+        return len(self.keys[0]) if self.keys else 0
+
+    def extend(self, layer: int, k: F64, v: F64) -> tuple[F64, F64]:
+        """Add a layer's newest keys and values; returns all of them."""
+        for kept, new in ((self.keys, k), (self.values, v)):
+            kept[layer] = np.concatenate([kept[layer], new]) if layer in kept else new
+        return self.keys[layer], self.values[layer]
 
 
 class ReferenceModel:
@@ -97,10 +117,11 @@ class ReferenceModel:
             y = y + self.weight(f"{name}.bias")
         return np.asarray(y)
 
-    def hidden(self, token_ids: Sequence[int]) -> F64:
-        """The residual after the last layer and the output norm, [tokens, hidden]."""
+    def hidden(self, token_ids: Sequence[int], past: Past | None = None) -> F64:
+        """The residual after the last layer and the output norm, [tokens, hidden]; `past` is in front and grows."""
         c = self.config
-        positions = np.arange(len(token_ids), dtype=np.int64)
+        past = past or Past()
+        positions = np.arange(past.num_tokens, past.num_tokens + len(token_ids), dtype=np.int64)
         x = self.weight("token_embd.weight")[np.asarray(token_ids)]
         for layer in range(c.num_layers):
             name = f"blk.{layer}."
@@ -109,6 +130,7 @@ class ReferenceModel:
             k = self._heads(self.linear(h, name + "attn_k"), name + "attn_k_norm.weight")
             v = self.linear(h, name + "attn_v").reshape(len(h), c.num_kv_heads, c.head_dim)
             q, k = c.rope.rotate(q, positions), c.rope.rotate(k, positions)
+            k, v = past.extend(layer, k, v)
             a = causal_attention(q, k, v, c.attention_scale, c.window)
             x = x + self.linear(a.reshape(len(h), -1), name + "attn_output")
             h = rms_norm(x, self.weight(name + "ffn_norm.weight"), c.eps)
@@ -118,15 +140,22 @@ class ReferenceModel:
 
     def logits(self, token_ids: Sequence[int]) -> F64:
         """Logits of the token after each position, [tokens, vocab]."""
-        head = "output" if "output.weight" in self.file.names else "token_embd"
-        return self.linear(self.hidden(token_ids), head)
+        return self._head(self.hidden(token_ids))
+
+    def greedy_steps(self, token_ids: Sequence[int]) -> Iterator[F64]:
+        """Yield the logits [vocab] behind the prompt and behind each likeliest token; lowest id on a tie."""
+        past, ids = Past(), list(token_ids)
+        while True:
+            logits = self._head(self.hidden(ids, past)[-1:])[0]
+            yield logits
+            ids = [int(np.argmax(logits))]
 
     def greedy(self, token_ids: Sequence[int], count: int) -> list[int]:
         """The `count` most likely tokens one after another; lowest id on a tie."""
-        ids = list(token_ids)
-        for _ in range(count):
-            ids.append(int(np.argmax(self.logits(ids)[-1])))
-        return ids[len(token_ids) :]
+        return [int(np.argmax(logits)) for logits in islice(self.greedy_steps(token_ids), count)]
+
+    def _head(self, x: F64) -> F64:
+        return self.linear(x, "output" if "output.weight" in self.file.names else "token_embd")
 
     def _heads(self, x: F64, norm: str) -> F64:
         x = x.reshape(len(x), -1, self.config.head_dim)

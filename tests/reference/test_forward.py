@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from .forward import causal_attention, load, rms_norm, silu
+from .forward import Past, causal_attention, load, rms_norm, silu
 from .make_cases import CASES, FOLDER, TOKENS
 from .rope import F64, Rope
 
@@ -87,6 +88,17 @@ def test_recorded_logits_are_those_of_the_recorded_models(name: str) -> None:
     recorded = np.frombuffer((FOLDER / f"{name}.logits").read_bytes(), "<f4")
     logits = load(FOLDER / f"{name}.gguf").logits(TOKENS)
     np.testing.assert_allclose(recorded.reshape(logits.shape), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_window", "llama_wide_head", "qwen2", "qwen3_yarn"])
+def test_tokens_behind_a_kept_past_have_the_logits_of_the_whole(name: str) -> None:
+    model, past = load(FOLDER / f"{name}.gguf"), Past()
+    parts = [model.hidden(part, past) for part in (TOKENS[:3], TOKENS[3:4], TOKENS[4:])]
+    np.testing.assert_allclose(np.concatenate(parts), model.hidden(TOKENS), rtol=1e-10, atol=1e-12)
+    steps = list(islice(model.greedy_steps(TOKENS), 3))
+    best = [int(np.argmax(logits)) for logits in steps]
+    assert best == model.greedy(TOKENS, 3)
+    np.testing.assert_allclose(steps[-1], model.logits([*TOKENS, *best[:2]])[-1], rtol=1e-9, atol=1e-11)
 
 
 def test_the_demo_model_knows_the_capital_of_france(demo_model: Path) -> None:
