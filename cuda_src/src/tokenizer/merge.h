@@ -57,9 +57,13 @@ class SymbolList {
 // becomes the next run, so that a long text costs few heap operations.
 class CandidateQueue {
  public:
-  // Before the first pop: adds to the run.
+  // Before the first pop: room for the run, then what it holds.
+  void reserve(size_t num_candidates) { run_.reserve(num_candidates); }
   void add_first(uint64_t candidate) { run_.push_back(candidate); }
-  void start() { std::sort(run_.begin(), run_.end()); }
+  // One character over and over gives candidates in order: not sorting them keeps that case linear.
+  void start() {
+    if (!std::is_sorted(run_.begin(), run_.end())) std::sort(run_.begin(), run_.end());
+  }
 
   void push(uint64_t candidate) {
     heap_.push_back(candidate);
@@ -106,6 +110,7 @@ void merge_symbols(SymbolList *list, const LookUp &look_up) {
     return static_cast<uint64_t>(priority) << 32 | first;
   };
   CandidateQueue queue;
+  queue.reserve(num_places);
   PairMerge merge;
   for (size_t first = 0; first < num_places; first = list->next(first)) {
     const size_t second = list->next(first);
