@@ -29,7 +29,7 @@ from xllm_client.v1 import (
     slot_service_pb2,
     slot_service_pb2_grpc,
 )
-from xllm_service import logs
+from xllm_service import logs, orca
 from xllm_service.admission import Gate, Phase
 from xllm_service.certificates import CertificateError, CertificateFiles, ReloadingCertificates
 from xllm_service.config import ConfigError, ServeConfig, read_tokens
@@ -45,6 +45,7 @@ from xllm_service.servicers.reflection import add_reflection
 from xllm_service.servicers.roster import Loader
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slots import SlotServicer
+from xllm_service.tracing import Tracing, TracingError
 from xllm_service.transport import ListenError, add_port, hard_limit, options
 from xllm_service.unix_socket import SocketError, UnixSocket
 
@@ -102,8 +103,10 @@ class Server:
         health: what health checks are told.
     """
 
-    def __init__(self, config: ServeConfig, *, loader: Loader = load) -> None:
+    def __init__(self, config: ServeConfig, *, loader: Loader = load, tracing: Tracing | None = None) -> None:
+        """Make a server that does nothing yet; `tracing` stands in for what --tracing would make."""
         self.config = config
+        self._tracing = tracing
         self.endpoints: list[Endpoint] = []
         self.metrics_port = 0
         self.health_port = 0
@@ -124,7 +127,11 @@ class Server:
             tokens = read_tokens(self.config.token_file) if self.config.token_file is not None else ()
             admins = read_tokens(self.config.admin_token_file) if self.config.admin_token_file is not None else ()
             credentials = self._credentials()
-            interceptor = CallInterceptor(self.gate, self.metrics, tokens, admins)
+            if self._tracing is None and self.config.tracing:
+                self._tracing = Tracing()
+            interceptor = CallInterceptor(
+                self.gate, self.metrics, tokens, admins, engines=self.served.roster.stats, tracing=self._tracing
+            )
             if self.config.health is not None:
                 await self._start_health(self.config.health)
             local = [address for address in self.config.listen if address.is_loopback]
@@ -136,7 +143,7 @@ class Server:
             if self.config.metrics is not None:
                 self.metrics.watch_engines(self.served.roster.stats)
                 self.metrics_port, self._stop_metrics = self._serve_metrics(self.config.metrics)
-        except (ConfigError, CertificateError, ListenError, SocketError, OSError) as error:
+        except (ConfigError, CertificateError, ListenError, SocketError, TracingError, OSError) as error:
             await self.stop()
             raise StartError(str(error)) from None
         except BaseException:
@@ -177,6 +184,9 @@ class Server:
             await asyncio.to_thread(self._stop_metrics)
             self._stop_metrics = None
         await self.served.roster.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+            self._tracing = None
 
     async def _start_server(
         self,
@@ -196,6 +206,7 @@ class Server:
         slot_service_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(self.served), server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self.served), server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        server.add_generic_rpc_handlers((orca.out_of_band(self.served.roster.stats),))
         if reflection:
             add_reflection(server, (*SERVICES, _HEALTH))
         for address in addresses:

@@ -155,6 +155,13 @@ class ServeConfig:
         "Allow --metrics on an address that other machines can reach: they are plain HTTP and ask for no token. "
         "Default: that is refused.",
     )
+    tracing: bool = _setting(
+        False,
+        "",
+        values.boolean,
+        "Make an OpenTelemetry span of every call, as part of the trace that its client is in; where they are sent is "
+        "for the OTEL_* names. Needs the extra `otel`. Default: none are made.",
+    )
     health: Endpoint | None = _setting(
         None,
         "HOST:PORT",

@@ -9,17 +9,19 @@ import asyncio
 import hmac
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
+from xllm_service import orca
 from xllm_service.admission import Gate
 from xllm_service.errors import Reason, ServiceError, not_implemented, to_status
 from xllm_service.logs import facts, get_logger
 from xllm_service.metrics import Metrics
+from xllm_service.tracing import Call, Tracing
 
 _log = get_logger("calls")
 
@@ -58,11 +60,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         metrics: where calls are counted.
         tokens: bearer tokens; a call without one of them is UNAUTHENTICATED. Empty: no token is asked for.
         admin_tokens: more of them, whose callers alone may make and end engines and drain. Empty: everybody let in may.
+        engines: statistics of the engines, for the load report in a call's trailer; None: there is none.
+        tracing: what makes spans of calls; None: nothing does.
     """
 
     def __init__(
-        self, gate: Gate, metrics: Metrics, tokens: tuple[str, ...] = (), admin_tokens: tuple[str, ...] = ()
+        self,
+        gate: Gate,
+        metrics: Metrics,
+        tokens: tuple[str, ...] = (),
+        admin_tokens: tuple[str, ...] = (),
+        *,
+        engines: Callable[[], Mapping[str, Any]] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._engines = engines
+        self._tracing = tracing
         self._gate = gate
         self._metrics = metrics
         self._tokens = {f"token-{index}": token.encode() for index, token in enumerate(tokens)}
@@ -103,7 +116,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap(self, method: str, caller: str, handler: Any) -> Any:
         async def behaviour(request: Any, context: Any) -> Any:
-            return await self._run(method, caller, handler, request, context)
+            if self._tracing is None:
+                return await self._run(method, caller, handler, request, context)
+            with self._tracing.call(method, context.invocation_metadata()) as span:
+                return await self._run(method, caller, handler, request, context, span)
 
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
@@ -117,7 +133,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
-    async def _run(self, method: str, caller: str, handler: Any, request: Any, context: Any) -> Any:
+    async def _run(
+        self, method: str, caller: str, handler: Any, request: Any, context: Any, span: Call | None = None
+    ) -> Any:
         """Run one call, and end it with a status of ours however it fails."""
         principal.set(caller or _certificate_name(context))
         start = time.monotonic()
@@ -146,12 +164,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             else:
                 reply = await result if inspect.isawaitable(result) else result
             code = "OK"
+            context.set_trailing_metadata(self._load_report())
             return reply
         except ServiceError as error:
             code = error.code.name
             self._metrics.failures.labels(error.reason.value).inc()
             _log_failure(method, error)
-            await _abort(context, error)
+            await _abort(context, error, self._load_report())
         except NotImplementedError:
             code = "UNIMPLEMENTED"
             name = method.rpartition("/")[2]
@@ -170,8 +189,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             if is_counted:
                 self._gate.leave(is_work=is_work)
+            if span is not None:
+                span.end(code, grpc.StatusCode[code].value[0])
             self._metrics.calls.labels(method.lstrip("/"), code).inc()
             _log.debug("call ended", extra=facts(method=method, code=code, seconds=round(time.monotonic() - start, 4)))
+
+    def _load_report(self) -> tuple[tuple[str, bytes], ...]:
+        """Return the trailer that tells a load balancer of what a call took and how busy its engines are."""
+        cost = orca.call_cost.get()
+        if not cost or self._engines is None:
+            return ()
+        return ((orca.TRAILER, orca.report(self._engines(), cost)),)
 
 
 def _behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:
@@ -218,9 +246,9 @@ def _denial(error: ServiceError) -> Any:
     return grpc.stream_stream_rpc_method_handler(behaviour)
 
 
-async def _abort(context: Any, error: ServiceError) -> NoReturn:
+async def _abort(context: Any, error: ServiceError, trailer: tuple[tuple[str, bytes], ...] = ()) -> NoReturn:
     status = to_status(error)
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    await context.abort(status.code, status.details, (*status.trailing_metadata, *trailer))
     raise AssertionError("abort always raises")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from xllm_service import orca, tracing
 from xllm_service.admission import GenerationState, LiveGeneration
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.interceptors import principal
@@ -67,7 +68,10 @@ async def live_call(
     finally:
         is_over = True
         live.state = _STATES.get(code, GenerationState.FAILED)
+        usage = live.receipt.usage
+        orca.call_cost.set({"prompt_tokens": usage.num_prompt_tokens, "generated_tokens": usage.num_generated_tokens})
         served.generations.remove(live, code, reason)
+        tracing.describe(live.receipt)
 
 
 def _why_cancelled(context: Any, allowed_s: float) -> ServiceError:
