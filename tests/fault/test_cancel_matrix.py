@@ -164,7 +164,7 @@ async def ended(call: Any) -> grpc.StatusCode | None:
     return None
 
 
-async def cell(stage: Stage, moment: str, way: str, variant: int, deadline_s: float) -> bool:
+async def cell(stage: Stage, moment: str, way: str, variant: int, deadline_s: float, num_outputs: int = 1) -> bool:
     """Bring a call to a moment, end it in a way, and look at everything. False: its deadline came before the moment."""
     server, client, core = stage.server, stage.client, stage.core
     number = next(_numbers)
@@ -192,6 +192,8 @@ async def cell(stage: Stage, moment: str, way: str, variant: int, deadline_s: fl
         prompt = [5 + (number + k) % 200 for k in range(LONG)]
     if moment == "last_token":
         options["max_tokens"] = 3
+    if num_outputs > 1:
+        options["num_outputs"] = num_outputs
     if way == "deadline":
         options["timeout_s"] = deadline_s
     if ref is not None:
@@ -350,3 +352,12 @@ async def test_every_end_at_every_moment(
             async with staged(long_model, tmp_path, max_slots=3) as stage:
                 is_done = await cell(stage, moment, way, number % 2, deadline_s)
                 deadline_s *= 1 if is_done else 2
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "lease_expiry"])
+@pytest.mark.parametrize("moment", ["prefill", "decode"])
+async def test_several_outputs_end_together(long_model: Path, tmp_path: Path, moment: str, way: str) -> None:
+    deadline_s = DEADLINE_S
+    async with staged(long_model, tmp_path, max_slots=5) as stage:
+        while not await cell(stage, moment, way, 0, deadline_s, num_outputs=3):
+            deadline_s *= 2
