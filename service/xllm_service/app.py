@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -68,23 +67,17 @@ class StartError(Exception):
     """The server cannot start; the message says why and what to do."""
 
 
-def load(config: ServeConfig) -> tuple[Model, CoreEngine]:
-    """Open the model and start its engine; blocks until it can serve. Raises ServiceError."""
+def load(config: ServeConfig, *, log_fd: int | None = None) -> tuple[Model, CoreEngine]:
+    """Open the model and start its engine; blocks until it can serve. Raises ServiceError.
+
+    `log_fd` gets the engine's notices, a line each, for as long as it lives; None: they are lost.
+    """
     model = open_model(config.model, pretokenizer=config.pretokenizer)
     try:
-        return model, create_core(model, config, log_fd=_notices_fd(config))
+        return model, create_core(model, config, log_fd=log_fd)
     except BaseException:
         model.close()
         raise
-
-
-def _notices_fd(config: ServeConfig) -> int | None:
-    """Where the engine writes its notices: they are plain lines, so not into a log of JSON objects."""
-    if config.log_format != "text":
-        return None
-    with contextlib.suppress(OSError, AttributeError):
-        return sys.stderr.fileno()
-    return None
 
 
 class Server:
@@ -103,7 +96,7 @@ class Server:
         health: what health checks are told.
     """
 
-    def __init__(self, config: ServeConfig, *, loader: Loader = load, tracing: Tracing | None = None) -> None:
+    def __init__(self, config: ServeConfig, *, loader: Loader | None = None, tracing: Tracing | None = None) -> None:
         """Make a server that does nothing yet; `tracing` stands in for what --tracing would make."""
         self.config = config
         self._tracing = tracing
@@ -112,7 +105,8 @@ class Server:
         self.health_port = 0
         self.gate = Gate(config.max_concurrent_calls)
         self.metrics = Metrics()
-        self.served = Served(config, self.gate, self.metrics, loader)
+        self._notices: logs.Notices | None = None
+        self.served = Served(config, self.gate, self.metrics, loader or self._load)
         self.health = HealthServicer(SERVICES, self.served.roster.problems)
         self.served.roster.on_change = self.health.look
         self.served.draining.on_begin = self.health.drain
@@ -184,9 +178,17 @@ class Server:
             await asyncio.to_thread(self._stop_metrics)
             self._stop_metrics = None
         await self.served.roster.close()
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
             self._tracing = None
+
+    def _load(self, config: ServeConfig) -> tuple[Model, CoreEngine]:
+        if self._notices is None:
+            self._notices = logs.Notices("engine")
+        return load(config, log_fd=self._notices.fd)
 
     async def _start_server(
         self,
@@ -241,7 +243,7 @@ class Server:
         try:
             return self.metrics.serve(address)
         except OSError as error:
-            raise ListenError(f"--metrics {address}: cannot listen there ({error.strerror}); is it in use?") from None
+            raise ListenError(f"--metrics {address}: cannot listen there: {(error.strerror or '').lower()}") from None
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         config = self.config
@@ -252,7 +254,7 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def running(config: ServeConfig, *, loader: Loader = load) -> AsyncIterator[Server]:
+async def running(config: ServeConfig, *, loader: Loader | None = None) -> AsyncIterator[Server]:
     """Serve until the end of the `async with` statement, which stops without a grace time."""
     server = Server(config, loader=loader)
     await server.start()
@@ -264,7 +266,7 @@ async def running(config: ServeConfig, *, loader: Loader = load) -> AsyncIterato
 
 
 async def serve(
-    config: ServeConfig, *, on_ready: Callable[[Server], None] | None = None, loader: Loader = load
+    config: ServeConfig, *, on_ready: Callable[[Server], None] | None = None, loader: Loader | None = None
 ) -> None:
     """Serve until SIGTERM, SIGINT or the Drain call, drain, and return; a second signal stops at once.
 

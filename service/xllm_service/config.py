@@ -94,6 +94,7 @@ class ServeConfig:
     Attributes:
         model: the GGUF file to serve.
         sources: for every field that was set, from where: a flag, a name in the environment, or the file.
+        default_name: what the model is called where nothing else says; empty: as its file is.
         ignored: names that begin with XLLM_ but are no setting, as orchestrators like to add them.
     """
 
@@ -260,7 +261,7 @@ class ServeConfig:
         "",
         "NAME",
         values.model_name,
-        "The name that calls use for the model. Default: the file's name without its ending.",
+        "The name that calls use for the model. Default: the name it was fetched by, or the file's without its ending.",
     )
     model_dir: Path | None = _setting(
         None,
@@ -386,12 +387,13 @@ class ServeConfig:
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     ignored: tuple[str, ...] = field(default=(), compare=False)
+    default_name: str = ""
 
     @property
     def model_name(self) -> str:
         """The name that calls use for the model."""
-        if self.name:
-            return self.name
+        if self.name or self.default_name:
+            return self.name or self.default_name
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", self.model.name.removesuffix(".gguf"))
         return stem[:64] or "model"
 
@@ -434,6 +436,7 @@ def load_config(
     *,
     config_file: Path | None = None,
     environ: Mapping[str, str] | None = None,
+    default_name: str = "",
 ) -> ServeConfig:
     """Put the three spellings together and check them.
 
@@ -442,6 +445,7 @@ def load_config(
         flags: by field name, as text or as the field's own type; None, an empty list and False for a switch: not given.
         config_file: a TOML file with the settings at its top level.
         environ: where names that begin with XLLM_ are looked up; None: nowhere.
+        default_name: a name for the model where no setting gives one; empty: its file's.
 
     Raises:
         ConfigError: a value out of range, an unknown setting in the file, or settings that contradict each other.
@@ -476,7 +480,7 @@ def load_config(
         sources[name] = setting.flag
     if not found.get("listen"):
         found["listen"] = (default_endpoint(),)
-    config = ServeConfig(Path(model), **found, sources=sources, ignored=tuple(ignored))
+    config = ServeConfig(Path(model), **found, sources=sources, ignored=tuple(ignored), default_name=default_name)
     _check_addresses(config)
     _check_security(config)
     _check_model_dir(config)

@@ -178,6 +178,9 @@ class ServiceError(Exception):
         self.retry_delay_s = TABLE[reason].retry_delay_s if retry_delay_s is None else retry_delay_s
         self.extra = list(extra)
 
+    def __str__(self) -> str:
+        return self.message
+
     @property
     def code(self) -> grpc.StatusCode:
         """The gRPC status code."""

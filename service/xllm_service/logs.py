@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -57,6 +59,30 @@ def configure(level: str, log_format: str, stream: TextIO | None = None) -> None
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+class Notices:
+    """A descriptor whose lines become log lines, for code that can only write: until `close`.
+
+    Args:
+        name: the part of the service that they are logged under.
+    """
+
+    def __init__(self, name: str) -> None:
+        read_end, self.fd = os.pipe()
+        self._thread = threading.Thread(target=_log_lines, args=(read_end, get_logger(name)), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Log what has been written, and end."""
+        os.close(self.fd)
+        self._thread.join()
+
+
+def _log_lines(descriptor: int, logger: logging.Logger) -> None:
+    with open(descriptor, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            logger.info("%s", line.rstrip("\n"))
 
 
 def _facts(record: logging.LogRecord) -> Mapping[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import grpc
@@ -56,8 +57,20 @@ def add_port(
         if credentials is None:
             return server.add_insecure_port(str(address))
         return server.add_secure_port(str(address), credentials)
-    except RuntimeError as error:
-        raise ListenError(f"{flag} {address}: cannot listen there ({error}); is it in use?") from None
+    except RuntimeError:
+        raise ListenError(f"{flag} {address}: cannot listen there: {_problem(address)}") from None
+
+
+def _problem(address: Endpoint) -> str:
+    """Return why an address cannot be listened on, which gRPC tells to its own log alone."""
+    if address.path is not None:
+        return "choose another path"
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError as error:
+        return f"{(error.strerror or str(error)).lower()}; choose another address, or stop what uses it"
+    return "try again"
 
 
 def _ms(seconds: float) -> int:

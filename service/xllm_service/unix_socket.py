@@ -111,5 +111,8 @@ def _private_folder(folder: Path) -> None:
         raise SocketError(f"{folder}: {error.strerror}; choose another --listen") from None
     if found.st_uid not in (os.geteuid(), 0):
         raise SocketError(f"{folder}: belongs to user {found.st_uid}; choose a folder of your own")
-    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-        raise SocketError(f"{folder}: others can write to it; chmod go-w it, or choose another folder")
+    if found.st_mode & 0o022:
+        # note: a sticky folder is no better: somebody else may be there first, and take our clients' prompts.
+        raise SocketError(
+            f"{folder}: others can write to it; choose a folder of your own, such as {folder / f'xllm-{os.geteuid()}'}"
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
+import os
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from xllm_service.cli.main import app
 from xllm_service.models import hub, package_index, store
 from xllm_service.models.catalogue import CATALOGUE, PackagedModel
 from xllm_service.models.hub import HubName
+from xllm_service.models.store import ModelFetchError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 
@@ -295,3 +298,12 @@ def test_an_unreachable_hub_is_one_line_that_says_what_to_do(tmp_path: Path) -> 
     (line,) = done.stderr.splitlines()
     assert line.startswith("xllm: org/repo:x.gguf could not be fetched from the hub (")
     assert "check the network" in line
+
+
+def test_a_full_disk_is_told_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fetch(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store, "cache_folder", lambda: tmp_path)
+    with pytest.raises(ModelFetchError, match=r"there is no room for it in .*; make room, or choose another cache"):
+        store.ensure(CATALOGUE["smollm2-135m"], fetch)

@@ -131,6 +131,11 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
+def test_a_model_that_has_a_name_goes_by_it_unless_another_is_set() -> None:
+    assert load_config("cache/x.gguf", default_name="smollm2-135m").model_name == "smollm2-135m"
+    assert load_config("cache/x.gguf", {"name": "mine"}, default_name="smollm2-135m").model_name == "mine"
+
+
 @pytest.mark.parametrize("path", ["/models/Tiny Model.Q4_1.gguf", "/models/.gguf"])
 def test_the_model_has_a_usable_name(path: str) -> None:
     assert load_config(path).model_name in ("Tiny-Model.Q4_1", "model")

@@ -82,11 +82,13 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o720, 0o702])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(SocketError, match="others can write"):
+    folder.chmod(mode)
+    with pytest.raises(SocketError, match="others can write to it; choose a folder of your own, such as"):
         UnixSocket(folder / "x.sock")
-    folder.chmod(0o1777)
-    UnixSocket(folder / "x.sock").close()
+    assert list(folder.iterdir()) == []
+    own = UnixSocket(folder / "own" / "x.sock")  # a folder of ours in it is safe
+    own.close()

@@ -78,8 +78,14 @@ async def test_leaving_early_cancels_the_call(server: FakeServer, client: AsyncC
         async with client.generate("Hi") as generation:
             await anext(generation)
     elif how == "task":
-        reader = asyncio.create_task(client.generate("Hi").result())
-        await asyncio.sleep(0.05)
+        has_begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in client.generate("Hi"):
+                has_begun.set()
+
+        reader = asyncio.create_task(read())
+        await has_begun.wait()
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader

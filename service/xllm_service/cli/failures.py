@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,13 @@ _REMEDIES: Mapping[str, str] = {
     "UNAUTHENTICATED": "give the server's token with --token-file",
     "UNSUPPORTED_MODEL": "use a model that this build supports; the README lists them",
 }
+
+
+# How settings are called in the messages of the engine, which knows no command line.
+_SETTING = re.compile(
+    r"\b(?:max_seq_len|kv_memory|kv_type|memory_limit|max_slots|prefill_chunk|block_size|max_queue|decode_mode)\b"
+)
+_WORDS = {"the flag that allows more gives": "--allow-long-context allows more, with"}
 
 
 class UsageError(Exception):
@@ -59,6 +67,8 @@ def describe(error: Exception) -> Complaint:
         if not remedy and error.retry_delay_s is not None:
             remedy = f"try again in {error.retry_delay_s:g} s"
         message = _one_line(error)
+        if isinstance(error, ServiceError):  # of this process: the user has the flags at hand
+            message = _with_flags(message)
         if remedy and "; " not in message:  # what follows a semicolon is the remedy, in all our messages
             message += f"; {remedy}"
         return Complaint(message, is_usage=error.reason == "INVALID_FIELD")
@@ -68,6 +78,13 @@ def describe(error: Exception) -> Complaint:
         f"internal error: {type(error).__name__}: {_one_line(error)}; please report it with what "
         "`xllm --traceback` and the same command print"
     )
+
+
+def _with_flags(message: str) -> str:
+    """Name settings as this command line spells them."""
+    for words, flag in _WORDS.items():
+        message = message.replace(words, flag)
+    return _SETTING.sub(lambda match: f"--{match[0].replace('_', '-')}", message)
 
 
 def _one_line(error: object) -> str:

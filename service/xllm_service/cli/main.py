@@ -5,6 +5,7 @@ Verbs import what is heavy (gRPC, the engine, rich) inside their functions, so t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,12 +15,23 @@ from typer.core import TyperGroup
 
 from xllm_service.cli import bench, chat, generate, inspect, pull, run, serve, tokenize, top
 
-DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
-_EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted."
+DONE, FAILED, BAD_USAGE, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+_EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted, 141 nobody reads the output any more."
+
+
+class _UnreadError(Exception):
+    """Nobody reads stdout any more."""
 
 
 class _Verbs(TyperGroup):
     """Ends every failure as one line on stderr and an exit code, never as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb; a pipe that has ended is told from other failures before the library makes one of it."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise _UnreadError from None
 
     def main(
         self,
@@ -38,6 +50,8 @@ class _Verbs(TyperGroup):
             code = _complain(_usage(error), error.exit_code) if error.format_message() else error.exit_code
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
+        except _UnreadError:
+            code = _unread()
         except Exception as error:
             code = _failed(error, with_traceback="--traceback" in arguments)
         if standalone_mode:
@@ -50,6 +64,12 @@ def _usage(error: typer.TyperException) -> str:
     command = context.command_path if context is not None else "xllm"
     message = " ".join(error.format_message().split()).rstrip(".")
     return f"{message}; see `{command} --help`"
+
+
+def _unread() -> int:
+    """End as others do whose reader has had enough, as in `xllm generate ... | head`: without a word."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+    return UNREAD
 
 
 def _failed(error: Exception, *, with_traceback: bool) -> int:

@@ -37,7 +37,7 @@ Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS and trust the
 TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="Your certificate (mTLS).", show_default=False)]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="The key of --tls-cert.", show_default=False)]
 
-MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Most tokens to generate.", show_default=False)]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most tokens to generate.", show_default=False)]
 Temperature = Annotated[
     float | None, typer.Option(metavar="T", help="Divides the logits; 0, the default, is greedy.", show_default=False)
 ]

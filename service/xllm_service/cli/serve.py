@@ -38,12 +38,13 @@ def serve(
 
     from xllm_service.cli.terminal import progress
     from xllm_service.config import load_config
-    from xllm_service.models import resolve_model
+    from xllm_service.models import CATALOGUE, resolve_model
 
     load_config(model, settings, config_file=config, environ=os.environ)  # what is wrong shows before a long download
     with progress() as report:
         path = resolve_model(model, report)
-    in_effect = load_config(path, settings, config_file=config, environ=os.environ)
+    known_as = model if model in CATALOGUE else ""
+    in_effect = load_config(path, settings, config_file=config, environ=os.environ, default_name=known_as)
 
     from xllm_service import app, logs
     from xllm_service.cli.failures import Failure

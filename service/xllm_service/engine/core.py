@@ -118,6 +118,8 @@ def create_core(model: Model, config: ServeConfig, *, log_fd: int | None = None)
     except XllmError as error:
         failure = to_service_error(error)
         if failure.reason is Reason.MEMORY:
+            if config.memory_limit:
+                failure.message += ", or raise memory_limit"
             with contextlib.suppress(XllmError):
                 plan = convert.plan_message(model.core.plan(options), convert.plan_context(options))
                 plan.fits, plan.remedy = False, failure.metadata.get("remedy", plan.remedy)

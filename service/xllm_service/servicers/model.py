@@ -90,7 +90,7 @@ class ModelServicer(model_service_pb2_grpc.ModelServiceServicer):
             ids = model.encode_pieces(pieces) if request.include_token_ids else ()
             return model_service_pb2.RenderChatResponse(text="".join(piece.text for piece in pieces), token_ids=ids)
 
-        return await asyncio.to_thread(render)
+        return await model.in_worker(render)
 
 
 def summary(hosted: Hosted, is_draining: bool) -> model_service_pb2.ModelSummary:
