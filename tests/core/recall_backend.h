@@ -5,10 +5,12 @@
 // hold the loop.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,6 +21,7 @@
 #include "backend/backend.h"
 #include "base/error.h"
 #include "base/rng.h"
+#include "sampling/sampler.h"
 
 namespace xllm {
 
@@ -81,6 +84,8 @@ class RecallBackend : public Backend {
     bool has_per_slot = true;
     bool has_int8 = true;
     bool has_segments = false;
+    bool samples_on_device = false;
+    std::atomic<int> num_ahead{0};   // steps that were started before the tokens of the one before
     std::map<int, TokenPath> paths;  // of each position, as computed last; read while no step runs
     std::atomic<int> num_loaded{0};  // weight sets
     std::atomic<int> most_rows{0};   // of any step
@@ -96,6 +101,7 @@ class RecallBackend : public Backend {
     info_.kernels = "none";
     info_.num_threads = 1;
     info_.has_segment_path = control_->has_segments;
+    info_.samples_on_device = control_->samples_on_device;
   }
 
   const DeviceInfo &info() const override { return info_; }
@@ -146,7 +152,10 @@ class RecallBackend : public Backend {
     kv_ = kv;
     for (size_t row = 0; row < batch.token_ids.size(); ++row) {
       if (control_->has_segments) control_->paths[batch.positions[row]] = batch.paths[row];
-      std::memcpy(place(batch.kv_indices[row]), &batch.token_ids[row], sizeof(int32_t));
+      int32_t id = batch.token_ids[row];
+      if (id == ForwardBatch::kSampledOnDevice)
+        id = sampled_.at(batch.sampler_row[static_cast<size_t>(batch.seq_index[row])]);
+      std::memcpy(place(batch.kv_indices[row]), &id, sizeof(int32_t));
     }
   }
   void attention(Workspace &, const WeightSet &, int, const KvView &,
@@ -170,6 +179,30 @@ class RecallBackend : public Backend {
   }
   const float *host_logits(Workspace &ws) override {
     return static_cast<Scratch &>(ws).logits.data();
+  }
+  bool start_sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows) override {
+    if (!control_->samples_on_device) return false;
+    for (const SampleRow &row : rows) {
+      if (row.num_logprobs > 0) return false;
+    }
+    if (!started_.empty()) ++control_->num_ahead;
+    std::vector<int32_t> chosen;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const Sampled one = sampler_.sample(host_logits(ws) + i * kVocabSize, rows[i]);
+      chosen.push_back(one.outcome == SampleOutcome::kNotFinite      ? -1
+                       : one.outcome == SampleOutcome::kAllForbidden ? -2
+                                                                     : one.token_id);
+      const auto row = static_cast<size_t>(batch.logit_rows[i]);
+      sampled_[batch.sampler_row[static_cast<size_t>(batch.seq_index[row])]] = chosen.back();
+    }
+    started_.push_back(std::move(chosen));
+    return true;
+  }
+  void finish_sample(Workspace &, Span<int32_t> token_ids) override {
+    const std::vector<int32_t> chosen = started_.front();
+    started_.pop_front();
+    if (chosen.size() != token_ids.size()) throw Error(Status::kInternal, "recall: other rows");
+    std::copy(chosen.begin(), chosen.end(), token_ids.begin());
   }
   void copy_blocks(const KvView &kv, Span<const int32_t> from, Span<const int32_t> to) override {
     const uint64_t size = kv.layout.block_bytes();
@@ -241,6 +274,9 @@ class RecallBackend : public Backend {
   DeviceInfo info_;
   PoisonedHeap allocator_;
   KvView kv_;
+  Sampler sampler_;
+  std::map<int32_t, int32_t> sampled_;  // by sampler row: what was chosen last
+  std::deque<std::vector<int32_t>> started_;
 };
 
 }  // namespace xllm

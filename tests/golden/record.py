@@ -1,8 +1,9 @@
 """Writes the records anew: the only way in which they change.
 
-    python -m tests.golden.record [NAME...]
+    python -m tests.golden.record [--backend cuda] [NAME...]
 
-Prints what differs from the records as they were. A changed record needs a line in the changelog that says why.
+Prints what differs from the records as they were. A changed record needs a line in the changelog that says why. Those
+of a GPU are made on one of its class and lie in a folder of the class's name, such as records/sm_90.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import TypedDict
 
-from cyengine import Engine
+from cyengine import Engine, EngineConfig
+from cyengine.types import Backend
 from tests.golden.cells import Cell
 from tests.golden.fixtures import FIXTURES, Fixture
 from tests.golden.run import Tokens, requests_of, run
@@ -24,6 +26,8 @@ from tests.golden.run import Tokens, requests_of, run
 FOLDER = Path(__file__).parent / "records"
 #: The plainest cell, on portable kernels.
 PLAIN = Cell(batch=1, chunk=512, cap=512, threads=1, instruction_set="scalar")
+#: The same of a GPU, in a small part of its memory.
+PLAIN_CUDA = EngineConfig(backend=Backend.CUDA, max_slots=1, max_seq_len=512, kv_memory=1 << 26)
 
 
 class Record(TypedDict):
@@ -45,19 +49,21 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def make(fixture: Fixture, path: Path) -> Record:
-    """Run the plain cell."""
-    with Engine(path, PLAIN.config()) as engine:
+def make(fixture: Fixture, path: Path, config: EngineConfig) -> tuple[Record, str]:
+    """Run a plain cell; the record, and the kernels that made it."""
+    with Engine(path, config) as engine:
         tokens = run(engine, requests_of(fixture)).tokens
-    return {
+        kernels = engine.info.kernels
+    record: Record = {
         "model_sha256": sha256(path),
         "greedy": tokens[: fixture.num_prompts],
         "sampled": tokens[fixture.num_prompts :],
     }
+    return record, kernels
 
 
 def load(name: str) -> Record:
-    """Read a record."""
+    """Read a record: a fixture's name, for a GPU behind its class and a slash."""
     record: Record = json.loads((FOLDER / f"{name}.json").read_text())
     return record
 
@@ -69,7 +75,9 @@ def save(name: str, record: Record) -> None:
         for kind, tokens in (("greedy", record["greedy"]), ("sampled", record["sampled"]))
     ]
     text = "{\n" + ",\n".join([f'  "model_sha256": "{record["model_sha256"]}"', *lines]) + "\n}\n"
-    (FOLDER / f"{name}.json").write_text(text)
+    path = FOLDER / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 def differences(old: Record, new: Record) -> list[str]:
@@ -99,7 +107,10 @@ def main() -> None:
     """Record the named fixtures, or all."""
     parser = argparse.ArgumentParser(description="Write the golden records anew and print what changes.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIXTURES)}; default: all")
-    names = parser.parse_args().names or list(FIXTURES)
+    parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    is_cuda = args.backend == "cuda"
+    names = args.names or [name for name in FIXTURES if not is_cuda or FIXTURES[name].write is not None]
     for name in names:
         if name not in FIXTURES:
             parser.error(f"{name} is not a fixture; known are {', '.join(FIXTURES)}")
@@ -111,11 +122,12 @@ def main() -> None:
                 path = demo_model()
             else:
                 fixture.write(path)
-            record = make(fixture, path)
-        is_new = not (FOLDER / f"{name}.json").exists()
-        changes = ["new"] if is_new else differences(load(name), record)
-        save(name, record)
-        print(f"{name}: {'; '.join(changes) or 'unchanged'}", flush=True)
+            record, kernels = make(fixture, path, PLAIN_CUDA if is_cuda else PLAIN.config())
+        place = f"{kernels}/{name}" if is_cuda else name
+        is_new = not (FOLDER / f"{place}.json").exists()
+        changes = ["new"] if is_new else differences(load(place), record)
+        save(place, record)
+        print(f"{place}: {'; '.join(changes) or 'unchanged'}", flush=True)
 
 
 if __name__ == "__main__":

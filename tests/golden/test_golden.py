@@ -56,7 +56,7 @@ def test_a_record_tells_prompts_and_sampling_apart(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_the_whole_record(model_of: ModelOf, name: str) -> None:
     fixture = FIXTURES[name]
-    with Engine(model_of(fixture)) as engine:
+    with Engine(model_of(fixture), EngineConfig(backend=Backend.CPU)) as engine:
         assert run(engine, requests_of(fixture)).tokens == recorded(load(name))
 
 

@@ -1,5 +1,5 @@
-// cuda_backend_check [--parts repack,matmul,sample,stages,invariance,bandwidth,decode] [--models
-// NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
+// cuda_backend_check [--parts repack,matmul,sample,graphs,stages,invariance,bandwidth,decode]
+// [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
 //                    [--steps N] [--context N] [--quick] [--no-breakdown] [--variants W:S:C:T,...]
 //                    [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
@@ -26,8 +26,8 @@ std::vector<std::string> split(const std::string &text) {
 
 int main(int argc, char **argv) {
   using xllm::check::Report;
-  std::vector<std::string> parts = {"repack",     "matmul",    "sample", "stages",
-                                    "invariance", "bandwidth", "decode"};
+  std::vector<std::string> parts = {"repack", "matmul",     "sample",    "graphs",
+                                    "stages", "invariance", "bandwidth", "decode"};
   xllm::check::Options options;
   Report report;
   std::string json;
@@ -69,6 +69,7 @@ int main(int argc, char **argv) {
       if (part == "repack") xllm::check::check_repack(&report);
       if (part == "matmul") xllm::check::check_matmul(&report);
       if (part == "sample") xllm::check::check_sample(&report, options.is_quick);
+      if (part == "graphs") xllm::check::check_graphs(&report);
       if (part == "stages") xllm::check::check_stages(&report, options.is_quick);
       if (part == "invariance") xllm::check::check_invariance(&report, options.is_quick);
       if (part == "bandwidth") xllm::check::bench_bandwidth(&report);

@@ -92,6 +92,7 @@ void check_matmul(Report *report);
 void check_stages(Report *report, bool is_quick);
 void check_invariance(Report *report, bool is_quick);
 void check_sample(Report *report, bool is_quick);
+void check_graphs(Report *report);
 void bench_bandwidth(Report *report);
 void bench_decode(Report *report, const Options &options);
 

@@ -208,6 +208,8 @@ void check_batch(const ForwardBatch &batch, const ModelDims &dims, const KvView 
 
 void Backend::check_kv(const KvView & /*kv*/) const {}
 
+void Backend::reserve(Workspace & /*ws*/, int /*max_step_tokens*/) {}
+
 void Backend::run_step(Workspace & /*ws*/, const ForwardBatch & /*batch*/,
                        const std::function<void()> &stages) {
   stages();

@@ -247,6 +247,10 @@ class Backend {
   // Scratch for steps over `weights` with up to max_seqs sequences. Nothing is sized by
   // max_seq_len.
   virtual std::unique_ptr<Workspace> make_workspace(const WeightSet &weights, int max_seqs) = 0;
+  // Takes the memory for steps of up to max_step_tokens rows now, where it might be gone later:
+  // what does not fit fails while an engine is made, not in the middle of an answer. The default
+  // leaves it to the steps.
+  virtual void reserve(Workspace &ws, int max_step_tokens);
 
   // The stages. `kv` is written by qkv and read by attention; its type is f32 in the dequantised
   // form.

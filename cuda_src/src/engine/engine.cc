@@ -308,7 +308,7 @@ void Engine::step() {
   // Another lane goes first in each step, so that both get at the seats that become free.
   for (size_t i = 0; i < lanes_.size(); ++i) {
     Lane *lane = lanes_[(i + num_steps_.load()) % lanes_.size()].get();
-    if (lane->scheduler.has_work()) has_run |= run_lane(lane);
+    if (lane->scheduler.has_work() || lane->in_flight) has_run |= run_lane(lane);
   }
   if (has_run) {
     step_end_s_ = now_s();
@@ -419,6 +419,45 @@ void Engine::end_late_requests(double now) {
 
 // One batch. False when there was nothing to compute.
 bool Engine::run_lane(Lane *lane) {
+  if (!lane->in_flight && !start_step(lane)) return false;
+  if (!lane->in_flight) return true;  // there was no memory for it
+  StepInFlight step = std::exchange(lane->in_flight, {});
+  // Requests that have ended since take no part any more: what was computed for them is dropped.
+  const size_t num_chosen = static_cast<size_t>(std::count_if(
+      step.rows.begin(), step.rows.end(), [](const ScheduledRows &r) { return r.wants_token; }));
+  std::vector<size_t> places;  // in what was chosen, of the rows that are left
+  StepInFlight live;
+  size_t place = 0;
+  for (size_t i = 0; i < step.rows.size(); ++i) {
+    if (requests_.count(step.ids[i]) != 0) {
+      live.rows.push_back(step.rows[i]);
+      live.ids.push_back(step.ids[i]);
+      if (step.rows[i].wants_token) places.push_back(place);
+    }
+    if (step.rows[i].wants_token) ++place;
+  }
+  for (const ScheduledRows &rows : live.rows) lane->scheduler.advance(rows);
+  if (lane->is_on_device) {
+    if (live) lane->in_flight = start_ahead(lane, live);
+    lane->chosen = lane->runner.finish_sample(num_chosen);
+  }
+  std::vector<Sampled> wanted;
+  for (const size_t at : places) wanted.push_back(std::move(lane->chosen[at]));
+  complete(lane, live, wanted);
+  return true;
+}
+
+std::vector<SampleRow> Engine::sample_rows(const std::vector<ScheduledRows> &rows) {
+  std::vector<SampleRow> out;
+  for (const ScheduledRows &entry : rows) {
+    if (entry.wants_token) out.push_back(requests_.at(entry.sequence->id)->sample_row());
+  }
+  return out;
+}
+
+// The next step in full: who takes part, its rows on their way and, where the device can, their
+// tokens. False when there is nothing to compute.
+bool Engine::start_step(Lane *lane) {
   const Schedule *scheduled = nullptr;
   {
     // Held from counting the free seats to taking them, so that no caller acquires one in between.
@@ -432,12 +471,56 @@ bool Engine::run_lane(Lane *lane) {
   // A request hears that it has its seat before its prompt is computed, not after.
   if (!new_events_.empty()) publish();
 
-  std::vector<Sampled> chosen;
-  if (!compute(lane, schedule, &chosen)) return true;
+  if (!compute(lane, schedule)) return true;
+  lane->in_flight.rows = schedule.rows;
+  for (const ScheduledRows &rows : schedule.rows) lane->in_flight.ids.push_back(rows.sequence->id);
+  return true;
+}
+
+// Starts the step after `step`, whose tokens are not known yet, so that the device goes on while
+// the host reads and publishes them. Nothing where that step is not certain; a request that ends
+// with its token has been computed for once too often, which nobody sees.
+StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
+  if (step.rows.size() != lane->scheduler.running().size()) return {};
+  for (const std::unique_ptr<Lane> &other : lanes_) {
+    if (other.get() != lane && other->scheduler.has_work()) return {};
+  }
+  for (const ScheduledRows &rows : step.rows) {
+    if (!rows.wants_token || !requests_.at(rows.sequence->id)->can_go_ahead()) return {};
+  }
+  {
+    // Who has come takes part in the next step, not in the one after it.
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (!inbox_.empty() || !cancels_.empty()) return {};
+  }
+  struct Placeholders {
+    const std::vector<ScheduledRows> &rows;
+    explicit Placeholders(const std::vector<ScheduledRows> &of) : rows(of) {
+      for (const ScheduledRows &entry : rows)
+        entry.sequence->tokens.push_back(ForwardBatch::kSampledOnDevice);
+    }
+    ~Placeholders() {
+      for (const ScheduledRows &entry : rows) entry.sequence->tokens.pop_back();
+    }
+  } const placeholders(step.rows);
+  StepInFlight ahead;
+  if (!lane->scheduler.schedule_ahead(&ahead.rows)) return {};
+  try {
+    lane->runner.forward({}, ahead.rows);
+    if (!lane->runner.start_sample(sample_rows(ahead.rows))) return {};
+  } catch (const Error &error) {
+    if (error.status() != Status::kMemory) throw;
+    return {};  // it is computed again in its turn, and fails there if it must
+  }
+  for (const ScheduledRows &rows : ahead.rows) ahead.ids.push_back(rows.sequence->id);
+  return ahead;
+}
+
+// What a step has computed becomes events. chosen: a token for each of its rows that wants one.
+void Engine::complete(Lane *lane, const StepInFlight &step, const std::vector<Sampled> &chosen) {
   {
     const std::lock_guard<std::mutex> lock(slots_mutex_);
-    for (const ScheduledRows &rows : schedule.rows) {
-      lane->scheduler.advance(rows);
+    for (const ScheduledRows &rows : step.rows) {
       const Sequence &sequence = *rows.sequence;
       slots_.set_state(sequence.slot,
                        rows.wants_token ? SlotState::kDecoding : SlotState::kPrefilling);
@@ -446,7 +529,7 @@ bool Engine::run_lane(Lane *lane) {
   }
   const double now = now_s();
   size_t next = 0;
-  for (const ScheduledRows &rows : schedule.rows) {
+  for (const ScheduledRows &rows : step.rows) {
     report_prefill(rows);
     if (rows.wants_token) {
       Request &request = *requests_.at(rows.sequence->id);
@@ -458,20 +541,18 @@ bool Engine::run_lane(Lane *lane) {
       finish(rows.sequence->id, Status::kOk, "");
     }
   }
-  return true;
 }
 
-// Fills *chosen with a token for each row that wants one. False when there was no memory for the
-// step's scratch: the request that asked for most of it has ended, and nothing else has changed.
-bool Engine::compute(Lane *lane, const Schedule &schedule, std::vector<Sampled> *chosen) {
+// Computes the rows; their tokens are chosen, or on their way. False when there was no memory for
+// the step's scratch: the request that asked for most of it has ended, and nothing else has
+// changed.
+bool Engine::compute(Lane *lane, const Schedule &schedule) {
   Error problem(Status::kMemory, "out of memory for a step; lower prefill_chunk or max_slots");
   try {
     lane->runner.forward(schedule.copies, schedule.rows);
-    std::vector<SampleRow> sample_rows;
-    for (const ScheduledRows &rows : schedule.rows) {
-      if (rows.wants_token) sample_rows.push_back(requests_.at(rows.sequence->id)->sample_row());
-    }
-    *chosen = lane->runner.sample(sample_rows);
+    const std::vector<SampleRow> wishes = sample_rows(schedule.rows);
+    lane->is_on_device = lane->runner.start_sample(wishes);
+    if (!lane->is_on_device) lane->chosen = lane->runner.sample(wishes);
     totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
     return true;
   } catch (const Error &error) {

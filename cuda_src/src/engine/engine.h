@@ -152,8 +152,12 @@ class Engine {
   void free_slot(const Slot &slot);
   double next_timer_s() const;
   bool run_lane(Lane *lane);
+  bool start_step(Lane *lane);
+  StepInFlight start_ahead(Lane *lane, const StepInFlight &step);
+  void complete(Lane *lane, const StepInFlight &step, const std::vector<Sampled> &chosen);
+  std::vector<SampleRow> sample_rows(const std::vector<ScheduledRows> &rows);
   void seat(DecodeMode mode, const Schedule &schedule);
-  bool compute(Lane *lane, const Schedule &schedule, std::vector<Sampled> *chosen);
+  bool compute(Lane *lane, const Schedule &schedule);
   void end_exhausted(const Lane &lane, const Sequence &sequence);
   void report_prefill(const ScheduledRows &rows);
   void handle_token(const ScheduledRows &rows, const Sampled &sampled, std::vector<float> logits,

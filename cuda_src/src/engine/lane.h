@@ -2,12 +2,23 @@
 // lane steps all its sequences together, a per-slot lane one at a time, in turns.
 #pragma once
 
+#include <cstdint>
+#include <vector>
+
 #include "engine/decode_mode.h"
 #include "engine/runner.h"
 #include "engine/scheduler.h"
 #include "kvcache/prefix_cache.h"
 
 namespace xllm {
+
+// A step whose tokens are being computed and chosen on the device.
+struct StepInFlight {
+  std::vector<ScheduledRows> rows;
+  std::vector<uint64_t> ids;  // of the rows' requests, which may end before the step does
+
+  explicit operator bool() const { return !rows.empty(); }
+};
 
 struct Lane {
   Lane(DecodeMode decode_mode, Backend *backend, const ModelDims &dims, const ModelTensors &tensors,
@@ -24,6 +35,9 @@ struct Lane {
   Runner runner;
   PrefixCache cache;
   Scheduler scheduler;
+  StepInFlight in_flight;
+  bool is_on_device = false;    // its tokens are chosen there
+  std::vector<Sampled> chosen;  // of a step that is complete, a token per row that wants one
 };
 
 }  // namespace xllm

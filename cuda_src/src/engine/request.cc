@@ -300,6 +300,12 @@ void Request::count_token(int32_t id) {
   }
 }
 
+bool Request::can_go_ahead() const {
+  return kind_ == RequestKind::kGenerate && !options_.is_constrained && !options_.wants_logits &&
+         options_.num_logprobs < 0 && !options_.sampling.has_penalties() &&
+         static_cast<uint32_t>(num_generated()) + 1 < max_tokens_;
+}
+
 bool Request::add_token(const Sampled &sampled, double now_s, Event *event) {
   const int32_t id = sampled.token_id;
   const auto index = static_cast<uint32_t>(num_generated());

@@ -92,6 +92,9 @@ class Request {
 
   // How the next token is to be chosen. Valid until the next add_token.
   SampleRow sample_row();
+  // Whether the token after the next one can be computed and chosen before the next one is known:
+  // it is surely wanted unless that one ends the answer, and nothing but the cache depends on it.
+  bool can_go_ahead() const;
 
   // Appends a chosen token and describes it. True when the request ends with it.
   bool add_token(const Sampled &sampled, double now_s, Event *event);

@@ -11,7 +11,9 @@ Runner::Runner(Backend *backend, const ModelDims &dims, const ModelTensors &tens
       weights_(backend->load_weights(dims, tensors, plan.form, progress)),
       storage_(&backend->allocator(), plan.kv_layout, plan.num_blocks),
       workspace_(backend->make_workspace(*weights_, max_seqs)),
-      transformer_(backend, dims, weights_.get()) {}
+      transformer_(backend, dims, weights_.get()) {
+  backend_->reserve(*workspace_, plan.max_step_tokens);
+}
 
 void Runner::forward(const std::vector<BlockCopy> &copies, const std::vector<ScheduledRows> &rows) {
   // One at a time: what one copies into, the next may copy from.
@@ -37,18 +39,26 @@ void Runner::forward(const std::vector<BlockCopy> &copies, const std::vector<Sch
   transformer_.forward(workspace_.get(), storage_.view(), builder_.finish());
 }
 
+bool Runner::start_sample(const std::vector<SampleRow> &sample_rows) {
+  return !sample_rows.empty() &&
+         backend_->start_sample(*workspace_, builder_.finish(), sample_rows);
+}
+
+std::vector<Sampled> Runner::finish_sample(size_t num_rows) {
+  std::vector<int32_t> ids(num_rows, -1);
+  backend_->finish_sample(*workspace_, ids);
+  std::vector<Sampled> chosen(num_rows);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    chosen[i].token_id = ids[i];
+    if (ids[i] == -1) chosen[i].outcome = SampleOutcome::kNotFinite;
+    if (ids[i] == -2) chosen[i].outcome = SampleOutcome::kAllForbidden;
+  }
+  return chosen;
+}
+
 std::vector<Sampled> Runner::sample(const std::vector<SampleRow> &sample_rows) {
   std::vector<Sampled> chosen(sample_rows.size());
   if (sample_rows.empty()) return chosen;
-  std::vector<int32_t> ids(sample_rows.size(), -1);
-  if (backend_->sample(*workspace_, builder_.finish(), sample_rows, ids)) {
-    for (size_t i = 0; i < ids.size(); ++i) {
-      chosen[i].token_id = ids[i];
-      if (ids[i] == -1) chosen[i].outcome = SampleOutcome::kNotFinite;
-      if (ids[i] == -2) chosen[i].outcome = SampleOutcome::kAllForbidden;
-    }
-    return chosen;
-  }
   const float *logits = backend_->host_logits(*workspace_);
   const auto vocab_size = static_cast<size_t>(transformer_.dims().vocab_size);
   for (size_t i = 0; i < sample_rows.size(); ++i) {

@@ -77,6 +77,21 @@ const Schedule &Scheduler::schedule(int num_free_slots) {
   return schedule_;
 }
 
+bool Scheduler::schedule_ahead(std::vector<ScheduledRows> *rows) {
+  rows->clear();
+  if (!waiting_.empty() || config_.max_step_sequences == 1) return false;
+  for (const Sequence *sequence : running_) {
+    if (sequence->is_pinned || !sequence->is_decoding()) return false;
+  }
+  for (Sequence *sequence : running_) {
+    if (!cache_->extend(&sequence->blocks, int64_t{sequence->num_computed} + 1)) return false;
+    const int place = sequence->num_computed / cache_->block_size();
+    if (!cache_->is_own(sequence->blocks, place)) return false;
+  }
+  for (Sequence *sequence : running_) rows->push_back({sequence, 1, true});
+  return true;
+}
+
 // Rows of running_[index], if it gets their blocks. *budget: rows of prefill left in this step.
 bool Scheduler::add_rows(size_t index, int *budget) {
   Sequence *sequence = running_[index];

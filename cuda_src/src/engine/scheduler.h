@@ -76,6 +76,10 @@ class Scheduler {
   // The rows of the next step; valid until the next call. num_free_slots: seats for admitted
   // sequences that have none.
   const Schedule &schedule(int num_free_slots);
+  // The step after the one in progress, whose tokens nobody knows yet: each running sequence ends
+  // with a placeholder for its own. False where that step is not certain to be these very rows: one
+  // waits or still computes its prompt, or a block would have to be taken or copied from another.
+  bool schedule_ahead(std::vector<ScheduledRows> *rows);
   // These rows have been computed: publishes complete prompt blocks. To be called before the next
   // token is appended.
   void advance(const ScheduledRows &rows);

@@ -137,10 +137,15 @@ void PrefixCache::share(const BlockTable &from, int64_t num_tokens, BlockTable *
   }
 }
 
+bool PrefixCache::is_own(const BlockTable &table, int index) const {
+  const int32_t block = table.ids()[static_cast<size_t>(index)];
+  return num_users(block) == 1 && !entry(block).is_cached;
+}
+
 bool PrefixCache::make_own(BlockTable *table, int index, int32_t *copied_from) {
   const int32_t shared = table->ids()[static_cast<size_t>(index)];
   *copied_from = kNoBlock;
-  if (num_users(shared) == 1 && !entry(shared).is_cached) return false;
+  if (is_own(*table, index)) return false;
   *copied_from = shared;
   const int32_t own = allocate();
   if (own == kNoBlock) return false;

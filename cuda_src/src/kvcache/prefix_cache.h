@@ -86,6 +86,8 @@ class PrefixCache {
   // took another block, whose content is then to be copied from *copied_from. False, with
   // *copied_from kNoBlock, where it was its own; false with the shared block where none is left.
   bool make_own(BlockTable *table, int index, int32_t *copied_from);
+  // Whether nobody else can read the index-th block of a table.
+  bool is_own(const BlockTable &table, int index) const;
   // One user less. A cached block that nobody uses becomes idle.
   void release(int32_t block);
   // Give back a whole sequence and clear the table; harmless when repeated. Deepest blocks first:

@@ -34,9 +34,10 @@ uint64_t auto_pool_bytes(const Backend &backend, const DeviceMemory &memory, uin
   // note: a set that may come later serves one slot at a time and must fit beside the first pool.
   if (!is_at_creation) return memory.total_bytes / 20;
   const auto less = [](uint64_t a, uint64_t b) { return a > b ? a - b : 0; };
-  const uint64_t rule = backend.info().kind == "cpu" ? memory.total_bytes / 4
-                                                     : less(memory.total_bytes / 10 * 9, others);
-  return std::min(rule, less(memory.free_bytes, others));
+  if (backend.info().kind == "cpu")
+    return std::min(memory.total_bytes / 4, less(memory.free_bytes, others));
+  return std::min(less(memory.total_bytes / 10 * 9, others),
+                  less(memory.free_bytes, others) / 20 * 19);
 }
 
 std::string make_remedy(const MemoryPlan &plan, const PlanOptions &options) {
@@ -56,7 +57,9 @@ std::string make_remedy(const MemoryPlan &plan, const PlanOptions &options) {
   if (options.dequantized_at_creation && weights > plan.bytes_free) {
     return "use decode mode batched: its weights stay quantised; or free memory";
   }
-  return "use a smaller or more strongly quantised model, a smaller prefill chunk, or free memory";
+  return "use a smaller or more strongly quantised model, a smaller prefill chunk or fewer slots, "
+         "or "
+         "free memory: another engine on this device leaves some with a kv_memory of its own";
 }
 
 }  // namespace
@@ -94,6 +97,7 @@ MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelT
     set.is_at_creation = is_at_creation;
     set.weight_bytes = needs.weight_bytes;
     set.mapped_bytes = needs.mapped_bytes;
+    set.max_step_tokens = max_step_tokens;
     set.scratch_bytes = needs.scratch_bytes;
     set.table_bytes = needs.table_bytes;
     set.kv_layout = make_layout(dims, is_raw ? options.kv_type : KvType::kF32, options.block_size);
@@ -123,7 +127,9 @@ MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelT
                   {{"field", "kv_memory"}});
     }
     const auto wanted = static_cast<int64_t>(std::min<uint64_t>(budget / block_bytes, kMaxBlocks));
-    set.num_blocks = static_cast<int32_t>(std::max<int64_t>(1, wanted));
+    const bool is_raw = set.form == WeightForm::kRaw;
+    const int64_t fewest = options.kv_memory > 0 || !is_raw ? 1 : options.max_slots;
+    set.num_blocks = static_cast<int32_t>(std::max(fewest, wanted));
     set.pool_bytes = static_cast<uint64_t>(set.num_blocks) * block_bytes;
     planned += set.pool_bytes;
     if (set.is_at_creation) plan.bytes_needed += set.total_bytes();

@@ -37,6 +37,7 @@ struct WeightSetPlan {
   uint64_t kv_bytes_per_token = 0;
   uint64_t pool_bytes = 0;
   int32_t num_blocks = 0;
+  int max_step_tokens = 0;  // what scratch_bytes is for
   uint64_t scratch_bytes = 0;
   uint64_t table_bytes = 0;
   uint64_t total_bytes() const { return weight_bytes + pool_bytes + scratch_bytes + table_bytes; }
@@ -59,8 +60,10 @@ struct MemoryPlan {
 
 // Pool size with kv_memory auto: 0.90 x device memory less weights, scratch and tables on a GPU, a
 // quarter of what the process is granted on the CPU (its pages are not touched until used), in both
-// cases at most what is free; a twentieth for a set that may be loaded later. With kv_memory given,
-// each set's pool has that size.
+// cases at most what is free, less a margin on a GPU for what its driver takes by itself; a
+// twentieth for a set that may be loaded later. A pool of fewer blocks than slots would only fail
+// later, so that many are planned, and the plan does not fit. With kv_memory given, each set's pool
+// has that size.
 // Throws Error(kInvalidArgument, field kv_memory or kv_type), what check_kv_precision and what
 // Backend::plan throw.
 MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelTensors &tensors,

@@ -115,8 +115,10 @@ BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors
   BackendPlan plan;
   CudaWeights::plan(dims, tensors, form, &plan.weight_bytes, &plan.table_bytes);
   // The upload's buffers are gone before the workspace comes.
+  const bool is_gate_unfused = CudaWeights::is_gate_unfused(dims, tensors, form);
   plan.scratch_bytes =
-      std::max(CudaWorkspace::plan_bytes(dims, form, std::max(max_step_tokens, max_seqs), max_seqs),
+      std::max(CudaWorkspace::plan_bytes(dims, form, is_gate_unfused,
+                                         std::max(max_step_tokens, max_seqs), max_seqs),
                CudaWeights::kUploadBytes);
   return plan;
 }
@@ -142,6 +144,12 @@ std::unique_ptr<Workspace> CudaBackend::make_workspace(const WeightSet &weights,
                                          is_f32(as_cuda(weights)) ? cublas() : nullptr);
 }
 
+void CudaBackend::reserve(Workspace &ws_base, int max_step_tokens) {
+  CudaWorkspace &ws = as_cuda(ws_base);
+  check(cudaSetDevice(device_.index), "select the device");
+  ws.reserve_all(std::max({max_step_tokens, ws.max_seqs, 1}));
+}
+
 void CudaBackend::check_kv(const KvView &kv) const {
   // f32 belongs to the per-slot form and cannot be asked for.
   if (kv.layout.type != KvType::kF16 && kv.layout.type != KvType::kF32) {
@@ -152,6 +160,7 @@ void CudaBackend::check_kv(const KvView &kv) const {
 
 void CudaBackend::copy_blocks(const KvView &kv, Span<const int32_t> src, Span<const int32_t> dst) {
   XLLM_DCHECK(src.size() == dst.size());
+  check(cudaSetDevice(device_.index), "select the device");
   const uint64_t bytes = kv.layout.block_bytes();
   for (size_t i = 0; i < src.size(); ++i) {
     check(cudaMemcpyAsync(kv.base + static_cast<uint64_t>(dst[i]) * bytes,
@@ -304,6 +313,7 @@ const float *CudaBackend::host_logits(Workspace &ws_base) {
 
 void CudaBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out) {
   CudaWorkspace &ws = as_cuda(ws_base);
+  check(cudaSetDevice(device_.index), "select the device");
   const ModelDims &dims = ws.weights->dims;
   const auto rows = static_cast<size_t>(ws.num_rows);
   const auto copy = [&](const void *from, size_t bytes, void *to) {

@@ -29,6 +29,7 @@ class CudaBackend : public Backend {
       const ModelDims &dims, const ModelTensors &tensors, WeightForm form,
       const std::function<void(uint64_t, uint64_t)> &progress) override;
   std::unique_ptr<Workspace> make_workspace(const WeightSet &weights, int max_seqs) override;
+  void reserve(Workspace &ws, int max_step_tokens) override;
 
   void embed(Workspace &ws, const WeightSet &weights, const ForwardBatch &batch) override;
   void qkv(Workspace &ws, const WeightSet &weights, int layer, const KvView &kv,
@@ -45,8 +46,7 @@ class CudaBackend : public Backend {
   const float *host_logits(Workspace &ws) override;
   bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows,
               Span<int32_t> token_ids) override;
-  bool start_sample(Workspace &ws, const ForwardBatch &batch,
-                    Span<const SampleRow> rows) override;
+  bool start_sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows) override;
   void finish_sample(Workspace &ws, Span<int32_t> token_ids) override;
   void copy_blocks(const KvView &kv, Span<const int32_t> src, Span<const int32_t> dst) override;
   void read_tap(Workspace &ws, Tap tap, std::vector<float> *out) override;

@@ -234,6 +234,24 @@ void CudaWeights::plan(const ModelDims &dims, const ModelTensors &tensors, Weigh
   *table_bytes = table_size(dims);
 }
 
+bool CudaWeights::is_gate_unfused(const ModelDims &dims, const ModelTensors &tensors,
+                                  WeightForm form) {
+  if (form == WeightForm::kDequantized || dims.intermediate_size % 32 != 0) return true;
+  const auto is_row_type = [](const MatrixView &view) {
+    return weight_type_of(view.dtype) < 0 || is_plain(weight_type_of(view.dtype));
+  };
+  return std::any_of(tensors.layers.begin(), tensors.layers.end(), [&](const LayerTensors &layer) {
+    return is_row_type(layer.gate) || is_row_type(layer.up);
+  });
+}
+
+bool CudaWeights::is_gate_unfused() const {
+  if (form_ == WeightForm::kDequantized || dims.intermediate_size % 32 != 0) return true;
+  return std::any_of(layers.begin(), layers.end(), [&](const CudaLayer &layer) {
+    return is_plain(layer.gate_up.parts[0].type) || is_plain(layer.gate_up.parts[1].type);
+  });
+}
+
 CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, WeightForm form,
                          DeviceAllocator *allocator, cudaStream_t stream,
                          const std::function<void(uint64_t, uint64_t)> &progress)

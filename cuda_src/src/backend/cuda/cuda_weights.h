@@ -40,6 +40,10 @@ class CudaWeights : public WeightSet {
                    uint64_t *weight_bytes, uint64_t *table_bytes);
   static constexpr uint64_t kUploadBytes = uint64_t{16} << 20;
 
+  // Whether gate and up are multiplied one by one, so that their rows need memory of their own.
+  static bool is_gate_unfused(const ModelDims &dims, const ModelTensors &tensors, WeightForm form);
+  bool is_gate_unfused() const;
+
   ModelDims dims;  // without the host copy of the RoPE tables
   DeviceMatrix embedding;
   std::vector<CudaLayer> layers;

@@ -44,9 +44,16 @@ uint64_t squares_bytes(const ModelDims &dims) {
 
 constexpr int64_t kBatchRowBytes = 8 + 5 * 4;
 
-int64_t f32_logit_rows(int64_t rows) {
-  return (rows + Sgemm::kTokens - 1) / Sgemm::kTokens * Sgemm::kTokens;
+// Rows of logits that a step of `n` sequences takes: whole calls of cuBLAS, or the largest graph's.
+int64_t logit_rows_for(int64_t n, bool is_f32) {
+  if (is_f32)
+    return (std::max<int64_t>(n, 1) + Sgemm::kTokens - 1) / Sgemm::kTokens * Sgemm::kTokens;
+  return n <= 8 ? 8 : padded(n);
 }
+
+// Of the block tables, to begin with: a few thousand tokens for each sequence. They grow with the
+// longest context, by four bytes for a block.
+int64_t first_table_entries(int64_t seqs) { return std::max<int64_t>(1024, 64 * seqs); }
 
 }  // namespace
 
@@ -146,30 +153,36 @@ uint64_t CudaWorkspace::size_bytes() const {
   return total;
 }
 
-uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, int num_rows,
-                                   int max_seqs) {
-  const int64_t rows = padded(std::max(num_rows, 1)), logits = padded(std::max(max_seqs, 1));
-  uint64_t total = 0;
-  if (form == WeightForm::kDequantized) {
-    total += Sgemm::kWorkspaceBytes;
-    total += bytes_of(rows, 4) *
-             static_cast<uint64_t>(2 * int64_t{dims.hidden_size} + qkv_cols(dims) +
-                                   2 * q_cols(dims) + 2 * int64_t{dims.intermediate_size});
-    total += bytes_of(f32_logit_rows(std::max(max_seqs, 1)), 4) *
-             static_cast<uint64_t>(dims.vocab_size + dims.hidden_size);
-    return total + bytes_of(rows, kBatchRowBytes) + sampler_bytes(dims.vocab_size, max_seqs);
+uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, bool is_gate_unfused,
+                                   int num_rows, int max_seqs) {
+  const bool is_f32 = form == WeightForm::kDequantized;
+  const int64_t rows = padded(std::max(num_rows, 1)), logits = logit_rows_for(max_seqs, is_f32);
+  const auto floats = [](int64_t count, int64_t cols) {
+    return bytes_of(count, sizeof(float)) * static_cast<uint64_t>(cols);
+  };
+  uint64_t total = floats(rows, dims.hidden_size + qkv_cols(dims) + q_cols(dims));
+  total += floats(logits, dims.vocab_size);
+  if (is_gate_unfused) total += floats(rows, 2 * int64_t{dims.intermediate_size});
+  if (is_f32) {
+    total += Sgemm::kWorkspaceBytes + floats(rows, dims.hidden_size + q_cols(dims)) +
+             floats(logits, dims.hidden_size);
+  } else {
+    total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
+    total += partial_bytes(dims, rows) + squares_bytes(dims);
+    total += ActBuffer::bytes(dims.hidden_size, rows) + ActBuffer::bytes(q_cols(dims), rows) +
+             ActBuffer::bytes(dims.intermediate_size, rows) +
+             ActBuffer::bytes(dims.hidden_size, padded(logits));
+    total += bytes_of(wanted_split_entries(dims), static_cast<uint64_t>(dims.head_dim) * 4 + 8 + 4);
   }
-  total +=
-      bytes_of(rows, 4) * static_cast<uint64_t>(dims.hidden_size + qkv_cols(dims) + q_cols(dims));
-  total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
-  total += partial_bytes(dims, rows) + squares_bytes(dims);
-  total += bytes_of(logits, 4) * static_cast<uint64_t>(dims.vocab_size);
-  total += ActBuffer::bytes(dims.hidden_size, rows) + ActBuffer::bytes(q_cols(dims), rows) +
-           ActBuffer::bytes(dims.intermediate_size, rows) +
-           ActBuffer::bytes(dims.hidden_size, logits);
-  total += bytes_of(wanted_split_entries(dims), static_cast<uint64_t>(dims.head_dim) * 4 + 8 + 4);
-  total += bytes_of(rows, kBatchRowBytes) + sampler_bytes(dims.vocab_size, max_seqs);
-  return total;
+  total += bytes_of(rows, kBatchRowBytes) + bytes_of(first_table_entries(max_seqs), 4);
+  return total + sampler_bytes(dims.vocab_size, std::max(max_seqs, 1));
+}
+
+void CudaWorkspace::reserve_all(int num_rows) {
+  const int seqs = std::max(max_seqs, 1);
+  reserve(std::max(num_rows, 1), seqs, first_table_entries(seqs));
+  if (weights->is_gate_unfused()) (void)unfused_gate_up();
+  reserve_sampler(static_cast<size_t>(seqs), static_cast<size_t>(seqs), true);
 }
 
 void CudaWorkspace::grow(Buffer *buffer, uint64_t bytes) {
@@ -204,9 +217,7 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
     row_capacity_ = static_cast<int>(n);
   }
   if (logit_rows > logit_capacity_) {
-    const int64_t n = is_f32()          ? f32_logit_rows(logit_rows)
-                      : logit_rows <= 8 ? 8
-                                        : padded(logit_rows);
+    const int64_t n = logit_rows_for(logit_rows, is_f32());
     logit_capacity_ = 0;
     grow(&logits, bytes_of(n, 4) * static_cast<uint64_t>(dims.vocab_size));
     if (is_f32()) {

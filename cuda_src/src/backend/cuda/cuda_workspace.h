@@ -65,11 +65,14 @@ class CudaWorkspace : public Workspace {
 
   uint64_t size_bytes() const override;
   // Bytes for steps of `num_rows` rows and as many logits as sequences.
-  static uint64_t plan_bytes(const ModelDims &dims, WeightForm form, int num_rows, int max_seqs);
+  static uint64_t plan_bytes(const ModelDims &dims, WeightForm form, bool is_gate_unfused,
+                             int num_rows, int max_seqs);
 
   // Makes room for a step and forgets the graphs if anything moved. Waits for the device when it
   // has to grow.
   void reserve(int num_rows, int num_logits, int64_t num_table_entries);
+  // Everything that plan_bytes counts, now.
+  void reserve_all(int num_rows);
   // Copies the batch to the device; rows from num_tokens to padded_rows are padding.
   void upload(const ForwardBatch &batch, int padded_rows);
 
@@ -85,6 +88,7 @@ class CudaWorkspace : public Workspace {
     size_t num_rows = 0;
   };
   // The next one to fill, for so many rows and bytes; and the oldest that was not taken.
+  uint64_t num_sample_starts = 0;  // of those that were filled
   SampleBatch &next_sample_batch(size_t num_rows, size_t num_bytes);
   SampleBatch &oldest_sample_batch();
   void reserve_sampler(size_t num_rows, size_t num_adjusted, bool has_selections);
@@ -152,7 +156,7 @@ class CudaWorkspace : public Workspace {
   Staging staging_[4];
   int next_staging_ = 0;
   SampleBatch sample_batches_[2];
-  uint64_t num_sample_starts_ = 0, num_sample_ends_ = 0;
+  uint64_t num_sample_ends_ = 0;
 };
 
 }  // namespace xllm::cuda

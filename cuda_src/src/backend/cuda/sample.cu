@@ -63,7 +63,7 @@ uint64_t CudaWorkspace::sampler_bytes(int64_t vocab, int64_t rows) {
 }
 
 CudaWorkspace::SampleBatch &CudaWorkspace::next_sample_batch(size_t num_rows, size_t num_bytes) {
-  SampleBatch &batch = sample_batches_[num_sample_starts_++ % 2];
+  SampleBatch &batch = sample_batches_[num_sample_starts % 2];
   check(cudaEventSynchronize(batch.is_done), "stage how to sample");
   if (batch.upload.size_bytes() < num_bytes) batch.upload = PinnedBuffer(2 * num_bytes);
   if (batch.chosen.size_bytes() < num_rows * sizeof(int32_t))
@@ -74,7 +74,7 @@ CudaWorkspace::SampleBatch &CudaWorkspace::next_sample_batch(size_t num_rows, si
 }
 
 CudaWorkspace::SampleBatch &CudaWorkspace::oldest_sample_batch() {
-  XLLM_DCHECK(num_sample_ends_ < num_sample_starts_);
+  XLLM_DCHECK(num_sample_ends_ < num_sample_starts);
   return sample_batches_[num_sample_ends_++ % 2];
 }
 
@@ -188,6 +188,7 @@ bool CudaBackend::start_sample(Workspace &ws_base, const ForwardBatch &batch,
                         cudaMemcpyDeviceToHost, stream_),
         "read chosen tokens");
   check(cudaEventRecord(staged.is_done, stream_), "read chosen tokens");
+  ++ws.num_sample_starts;
   return true;
 }
 
