@@ -140,16 +140,16 @@ double graph_ms(cuda::CudaBackend *backend, const Issue &issue) {
   return static_cast<double>(times[times.size() / 2]);
 }
 
-// "WARPS:STAGES:CTAS:THREADS" (0: as usual), with "-" for launches that are not dependent and "n"
+// "STAGES:CTAS" (0: as usual), with "-" for launches that are not dependent and "n"
 // for norms of their own behind it.
 struct Variant {
-  int warps = 0, stages = 0, ctas = 0, threads = 0;
+  int stages = 0, ctas = 0;
   bool is_dependent = true, defers = true;
 };
 
 Variant parse_variant(const std::string &text) {
   Variant v;
-  (void)std::sscanf(text.c_str(), "%d:%d:%d:%d", &v.warps, &v.stages, &v.ctas, &v.threads);
+  (void)std::sscanf(text.c_str(), "%d:%d", &v.stages, &v.ctas);
   v.is_dependent = text.find('-') == std::string::npos;
   v.defers = text.find('n') == std::string::npos;
   return v;
@@ -294,10 +294,8 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
       const Variant v = parse_variant(text);
       cuda::Device &device = backend.device();
       device = usual;
-      for (int &warps : device.few_warps) warps = v.warps > 0 ? v.warps : warps;
       if (v.stages > 0) device.ring_stages = v.stages;
       if (v.ctas > 0) device.few_ctas = v.ctas;
-      if (v.threads > 0) device.few_threads = v.threads;
       device.has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
       backend.set_deferred_norms(v.defers);
       auto &ws = *engine.workspace;

@@ -1,6 +1,6 @@
 // cuda_backend_check [--parts repack,matmul,sample,graphs,stages,invariance,bandwidth,decode]
 // [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
-//                    [--steps N] [--context N] [--quick] [--no-breakdown] [--variants W:S:C:T,...]
+//                    [--steps N] [--context N] [--quick] [--no-breakdown] [--variants S:C,...]
 //                    [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
 #include <algorithm>

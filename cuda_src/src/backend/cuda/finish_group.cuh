@@ -11,12 +11,13 @@ namespace cuda {
 // What stands in memory that an output is added to, asked for before the product so that it is
 // there after it: for row `lane` of the group.
 struct GroupOutputs {
+  int column;  // of the output; < 0: there is no such row
   float residual, bias, norm_weight;
 };
 
-__device__ __forceinline__ GroupOutputs outputs_before(const MatmulArgs &args, int token,
-                                                       int group) {
-  GroupOutputs before = {0.0f, 0.0f, 0.0f};
+// What no kernel writes; may be called before the previous kernel is done.
+__device__ __forceinline__ GroupOutputs output_place(const MatmulArgs &args, int group) {
+  GroupOutputs before = {-1, 0.0f, 0.0f, 0.0f};
   if (args.epilogue == kSwiGlu) return before;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   int s, tile;
@@ -26,14 +27,17 @@ __device__ __forceinline__ GroupOutputs outputs_before(const MatmulArgs &args, i
   }
   const int local = tile * kTileRows + lane % kTileRows;
   if (local >= args.segments[s].num_rows) return before;
-  const int column = args.segments[s].out_row + local;
-  if (args.bias != nullptr) before.bias = args.bias[column];
-  if (args.epilogue == kAddNorm) before.norm_weight = args.norm_weight[column];
-  if (args.epilogue != kStore) {
-    before.residual =
-        args.out[static_cast<int64_t>(args.first_token + token) * args.out_stride + column];
-  }
+  before.column = args.segments[s].out_row + local;
+  if (args.bias != nullptr) before.bias = args.bias[before.column];
+  if (args.epilogue == kAddNorm) before.norm_weight = args.norm_weight[before.column];
   return before;
+}
+
+__device__ __forceinline__ void load_residual(const MatmulArgs &args, int token,
+                                              GroupOutputs *before) {
+  if (before->column < 0 || args.epilogue == kStore) return;
+  before->residual =
+      args.out[static_cast<int64_t>(args.first_token + token) * args.out_stride + before->column];
 }
 
 // ((p0 + p1) + p2) + ... of the slices that there are.
@@ -69,20 +73,17 @@ __device__ __forceinline__ void finish_token(const MatmulArgs &args, int group, 
     }
     return;
   }
-  for (int i = lane; i < group_tiles(args) * kTileRows; i += kWarp) {
+  if (before.column >= 0) {
+    float y = output(lane / kTileRows, lane % kTileRows);
+    if (args.bias != nullptr) y = __fadd_rn(y, before.bias);
+    args.out[static_cast<int64_t>(row) * args.out_stride + before.column] =
+        args.epilogue == kAddTo ? __fadd_rn(before.residual, y) : y;
+  }
+  for (int i = lane + kWarp; i < group_tiles(args) * kTileRows; i += kWarp) {
     int s, tile;
     if (!find_tile(args, group, i / kTileRows, &s, &tile)) return;
-    const float y = output(i / kTileRows, i % kTileRows);
-    const MatmulSegment &segment = args.segments[s];
-    if (i != lane) {
-      finish_output(args, segment, tile, i % kTileRows, token, y);
-      continue;
-    }
-    const int local = tile * kTileRows + i % kTileRows;
-    if (local >= segment.num_rows) continue;
-    const float with_bias = args.bias != nullptr ? __fadd_rn(y, before.bias) : y;
-    args.out[static_cast<int64_t>(row) * args.out_stride + segment.out_row + local] =
-        args.epilogue == kAddTo ? __fadd_rn(before.residual, with_bias) : with_bias;
+    finish_output(args, args.segments[s], tile, i % kTileRows, token,
+                  output(i / kTileRows, i % kTileRows));
   }
 }
 

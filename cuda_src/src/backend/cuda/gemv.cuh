@@ -176,7 +176,9 @@ __global__ void __launch_bounds__(kMaxSlices *kWarp, 2)
   }
   __syncthreads();
   for (int token = warp; token < args.num_tokens; token += args.num_slices) {
-    finish_token(args, group, token, outputs_before(args, token, group), [&](int index, int row) {
+    GroupOutputs before = output_place(args, group);
+    load_residual(args, token, &before);
+    finish_token(args, group, token, before, [&](int index, int row) {
       const float *p = partials + (index * args.num_slices * kTileRows + row) * kTokens + token;
       float v[kMaxSlices];
 #pragma unroll

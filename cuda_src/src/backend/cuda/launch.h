@@ -17,13 +17,10 @@ struct Device {
   int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
-  // The matrix kernels of few tokens: most warps of a CTA by tokens (1, 2, 4, 8), how deep a warp's
-  // ring of chunks is at most, among how many CTAs an SM's shared memory is shared out, and how
-  // many threads of one product may share an SM. Speed only, never numbers.
-  int few_warps[4] = {16, 16, 8, 8};
+  // Of the matrix kernels of few tokens: how deep a warp's ring of chunks is at most, and among how
+  // many CTAs an SM's shared memory is shared out. Speed only, never numbers.
   int ring_stages = 8;
-  int few_ctas = 2;
-  int few_threads = 512;
+  int few_ctas = 1;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_dependent_launch = false;

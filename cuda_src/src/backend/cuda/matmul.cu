@@ -14,6 +14,7 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxTileTokens = 64;
+constexpr int kFewThreads = 512;  // of products of few tokens, on an SM: what registers allow
 constexpr int kReservedSharedPerCta = 1024;  // taken by the system from each CTA's share of an SM
 constexpr int kStaticShared = 128;  // of the kernels that finish a norm, with its alignment
 
@@ -115,37 +116,38 @@ int few_shared_bytes(int num_units, int num_slices, int stage_bytes, int group_t
 }
 
 // How many tiles of 16 rows a CTA finishes at once where the epilogue leaves the choice: as many as
-// give its warps a slice each without making the last wave of CTAs emptier.
+// give its warps a slice each without leaving SMs idle.
 int choose_group(const Device &device, const MatmulArgs &args, int max_warps) {
   const int tiles = num_tiles(args);
-  int best = 1, best_cost = 0;
-  for (int n = 1; n <= 4; ++n) {
-    if (n > 1 && n * args.num_slices > max_warps) break;
-    const int groups = (tiles + n - 1) / n;
-    const int cost = (groups + device.num_sms - 1) / device.num_sms * n;
-    if (n == 1 || cost <= best_cost) best = n, best_cost = cost;
+  int best = 1;
+  for (int n = 2; n <= 4 && n * args.num_slices <= max_warps; ++n) {
+    if ((tiles + n - 1) / n * 10 >= device.num_sms * 9) best = n;
   }
   return best;
 }
 
 void launch_mma_few(const Launch &launch, MatmulArgs args) {
   const Device &device = *launch.device;
-  args.stage_bytes = largest_chunk(args);
   const int tokens = padded_tokens(args.num_tokens);
-  const int max_warps = std::min(kFewMaxWarps, device.few_warps[tokens == 1   ? 0
-                                                                : tokens == 2 ? 1
-                                                                : tokens == 4 ? 2
-                                                                              : 3]);
+  const int max_warps = tokens <= 2 ? FewLayout<1>::kMaxWarps : FewLayout<8>::kMaxWarps;
   const int tiles = set_groups(&args, choose_group(device, args, max_warps));
   const int jobs = tiles * args.num_slices;
   const int rounds = (jobs + max_warps - 1) / max_warps;
   const int warps = (jobs + rounds - 1) / rounds;
+  // Two chunks to a copy where two such stages fit, which halves what a ring costs.
   const auto shared_with = [&](int stages) {
     return few_shared_bytes(args.num_units, args.num_slices, args.stage_bytes, tiles, tokens, warps,
                             stages);
   };
+  const int most = device.max_shared_bytes - kStaticShared;
+  args.stage_chunks = 2;
+  args.stage_bytes = 2 * largest_chunk(args);
+  if (shared_with(2) > most) {
+    args.stage_chunks = 1;
+    args.stage_bytes = largest_chunk(args);
+  }
   // A very long K leaves no room for 8 tokens at once: fewer, more often.
-  if (shared_with(1) > device.max_shared_bytes - kStaticShared && tokens > 1) {
+  if (shared_with(2) > most && tokens > 1) {
     const int first = args.first_token, count = args.num_tokens, half = tokens / 2;
     args.num_tokens = half;
     launch_mma_few(launch, args);
@@ -154,25 +156,25 @@ void launch_mma_few(const Launch &launch, MatmulArgs args) {
     launch_mma_few(launch, args);
     return;
   }
-  // As deep a ring as leaves room for a CTA of the next kernel; where that is less than two stages,
-  // as the whole SM allows.
-  const int share = std::min(device.max_shared_bytes,
-                             device.shared_bytes_per_sm / device.few_ctas - kReservedSharedPerCta);
-  args.num_stages = 0;
-  for (const int limit : {share, device.max_shared_bytes}) {
-    if (args.num_stages >= 2) break;
-    for (int stages = 1; stages <= std::min(kFewMaxStages, device.ring_stages); ++stages) {
-      if (shared_with(stages) <= limit - kStaticShared) args.num_stages = stages;
-    }
+  // As deep a ring as a CTA's share of an SM allows, and two stages at least.
+  const int threads = warps * kWarp, by_threads = kFewThreads / threads;
+  const int share = device.shared_bytes_per_sm / std::max(1, device.few_ctas) -
+                    kReservedSharedPerCta - kStaticShared;
+  args.num_stages = shared_with(2) <= most ? 2 : 1;
+  if (shared_with(args.num_stages) > most) refuse_columns(args);
+  const int ring_stages = std::min(kFewMaxStages, device.ring_stages);
+  // Deeper than all of a warp's work is of no use.
+  const int warp_chunks = (args.num_units / kUnitsPerChunk / args.num_slices + 1) * rounds;
+  const int useful = args.num_groups > device.num_sms ? kFewMaxStages : warp_chunks;
+  for (int stages = 3; stages <= std::min(ring_stages, useful / args.stage_chunks + 1); ++stages) {
+    if (shared_with(stages) <= std::min(share, most)) args.num_stages = stages;
   }
-  if (args.num_stages == 0) refuse_columns(args);
-  const int shared = shared_with(args.num_stages), threads = warps * kWarp;
+  const int shared = shared_with(args.num_stages);
   const int by_shared = device.shared_bytes_per_sm / (shared + kReservedSharedPerCta);
-  const int by_threads = std::max(1, device.few_threads / threads);
-  const int per_sm = std::max(1, std::min(by_shared, by_threads));
+  const int fits = std::max(1, std::min(by_shared, by_threads));
   const TypeSet set = type_set_of(args);
   launch_kernel(launch, "mma_few", few_kernel(set, tokens),
-                dim3(static_cast<unsigned>(std::min(args.num_groups, device.num_sms * per_sm))),
+                dim3(static_cast<unsigned>(std::min(args.num_groups, device.num_sms * fits))),
                 static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
 }
 
@@ -304,7 +306,7 @@ bool can_defer_norm(const Device &device, const FusedMatrix &matrix, int num_tok
   const DeviceMatrix &part = matrix.parts.front();
   if (is_plain(part.type) || part.rows % kActBlock != 0) return false;
   const SlicePlan plan = slice_plan(part.cols);
-  const int warps = std::min(2 * plan.num_slices, kFewMaxWarps);
+  const int warps = std::min(2 * plan.num_slices, FewLayout<8>::kMaxWarps);
   const int shared =
       few_shared_bytes(plan.num_units, plan.num_slices, static_cast<int>(chunk_bytes(part.type)), 2,
                        padded_tokens(num_tokens), warps, 1);

@@ -33,7 +33,6 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kFewMaxWarps = 16;
 constexpr int kFewMaxStages = 8;
 
 // The types that a kernel is compiled for: with all of them in one, registers run out.
@@ -58,6 +57,7 @@ XLLM_HOST_DEVICE constexpr int few_factor_bytes(int tokens) { return tokens >= 4
 
 template <int kTokens>
 struct FewLayout {
+  static constexpr int kMaxWarps = kTokens <= 2 ? 16 : 8;
   static constexpr int kLaneChains = kTokens <= 2 ? 1 : kTokens / 2;
   static constexpr int kLaneTokens = kTokens == 1 ? 1 : 2;
   static constexpr int kRoundUnits = kUnitsPerChunk / kLaneChains;  // of a set of accumulators
@@ -125,6 +125,31 @@ __device__ __forceinline__ void take_factors(const float4 *from, int step, int c
   }
 }
 
+// c += the dots of the block of step p: of all of it, or of its halves.
+template <int kType>
+__device__ __forceinline__ void add_block_dots(int p, const uint32_t (&a)[4], uint32_t b0,
+                                               uint32_t b1,
+                                               int (&c)[WeightTile<kType>::kNumScales][4]) {
+  using Tile = WeightTile<kType>;
+  if (Tile::kHalfBlocks) {
+    mma_s8_k16(c[0], a[0], a[1], b0);
+    mma_s8_k16(c[Tile::kNumScales - 1], a[2], a[3], b1);
+  } else if (Tile::kHighInPlace && p == 1) {
+    mma_u8_k32(c[0], a, b0, b1);
+  } else {
+    mma_s8_k32(c[0], a, b0, b1);
+  }
+}
+
+template <int kType>
+__device__ __forceinline__ void block_dots(int p, const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                           int (&c)[WeightTile<kType>::kNumScales][4]) {
+#pragma unroll
+  for (int h = 0; h < WeightTile<kType>::kNumScales; ++h)
+    c[h][0] = c[h][1] = c[h][2] = c[h][3] = kMagicBits;
+  add_block_dots<kType>(p, a, b0, b1, c);
+}
+
 // One chunk of a tile; num_units of it exist (4 but at the ragged end, where what lies behind them
 // is read and left alone). codes and scales: of the chunk's first block.
 template <int kType, int kTokens>
@@ -165,18 +190,24 @@ __device__ __forceinline__ void few_chunk(
       Tile::load_codes(chunk, u, lane, a);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        constexpr int kLast = Layout::kSets - 1;
-        const int set = p & kLast;
+        if (kTokens == 1) {
+          // Every column holds its block: a lane keeps what column 2u + p is to it. The mmas do not
+          // wait for one another.
+          int dots[kHalves][4];
+          block_dots<kType>(p, a[p], b[0].x, b[0].y, dots);
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              if (u == 0 || t == u) c[0][h][2 * r + p] = dots[h][2 * r + p];
+            }
+          }
+          continue;
+        }
+        const int set = p & (Layout::kSets - 1);
         const bool has = Layout::has_block(u, p, g);
         const uint32_t b0 = has ? b[set].x : 0u, b1 = has ? b[set].y : 0u;
-        if (Tile::kHalfBlocks) {
-          mma_s8_k16(c[set][0], a[p][0], a[p][1], b0);
-          mma_s8_k16(c[set][kHalves - 1], a[p][2], a[p][3], b1);
-        } else if (Tile::kHighInPlace && p == 1) {
-          mma_u8_k32(c[set][0], a[p], b0, b1);
-        } else {
-          mma_s8_k32(c[set][0], a[p], b0, b1);
-        }
+        add_block_dots<kType>(p, a[p], b0, b1, c[set]);
       }
     }
     const int chain = Layout::chain(i, t);
@@ -219,8 +250,8 @@ __device__ __forceinline__ void few_chunk(
 // What a warp reads next: the chunks of a job, then those of its next job.
 struct JobCursor {
   const uint8_t *from;
-  int left;  // chunks of this job still to come; 0: nothing more at all
-  int bytes, last_bytes;
+  int left;                  // chunks of this job still to come; 0: nothing more at all
+  int bytes, missing_bytes;  // of a chunk; less in the job's last one, at the ragged end
   int group, job;
 };
 
@@ -244,9 +275,8 @@ struct FewPlan {
         const int slice = slice_of(at->job);
         const int first = first_chunk(slice), end = first_chunk(slice + 1);
         at->bytes = static_cast<int>(chunk_bytes(segment.type));
-        at->last_bytes =
-            static_cast<int>(min(static_cast<int64_t>(at->bytes),
-                                 segment.tile_bytes - static_cast<int64_t>(end - 1) * at->bytes));
+        const int64_t whole = static_cast<int64_t>(end) * at->bytes;
+        at->missing_bytes = static_cast<int>(max(whole - segment.tile_bytes, int64_t{0}));
         at->left = end - first;
         at->from =
             segment.tiles + tile * segment.tile_bytes + static_cast<int64_t>(first) * at->bytes;
@@ -265,7 +295,7 @@ struct FewPlan {
 struct ChunkRing {
   uint8_t *base;
   uint64_t *barriers;
-  int stage, num_stages, stage_bytes;
+  int stage, num_stages, stage_bytes, stage_chunks;
   uint32_t parity;
   JobCursor ahead;
 
@@ -273,10 +303,13 @@ struct ChunkRing {
   __device__ __forceinline__ void fetch(const MatmulArgs &args, const FewPlan &plan, int to,
                                         int lane) {
     if (ahead.left <= 0) return;
-    copy_chunk(base + to * stage_bytes, ahead.from,
-               ahead.left == 1 ? ahead.last_bytes : ahead.bytes, barriers + to, lane);
-    ahead.from += ahead.bytes;
-    if (--ahead.left == 0) {
+    const int count = min(stage_chunks, ahead.left);
+    int size = count * ahead.bytes;
+    ahead.left -= count;
+    if (ahead.left == 0) size -= ahead.missing_bytes;
+    copy_chunk(base + to * stage_bytes, ahead.from, size, barriers + to, lane);
+    ahead.from += size;
+    if (ahead.left == 0) {
       ahead.job += plan.num_warps;
       if (ahead.job >= plan.num_jobs) {
         ahead.job = plan.warp;
@@ -295,20 +328,39 @@ __device__ __forceinline__ void few_slice(
     float (&acc)[FewLayout<kTokens>::kLaneChains][2][FewLayout<kTokens>::kLaneTokens]) {
   codes += first * (8 * kTokens * kActBlock);
   scales += first * (8 * kTokens * 8);
-#pragma unroll 1
-  for (int chunk = first; chunk < end; ++chunk) {
+  for (int chunk = first; chunk < end;) {
     wait_for_phase(ring->barriers + ring->stage, ring->parity);
-    const int units = min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk);
-    few_chunk<kType, kTokens>(ring->base + ring->stage * ring->stage_bytes, units, lane, codes,
-                              scales, shared_factors, acc);
-    __syncwarp();
+    const uint8_t *from = ring->base + ring->stage * ring->stage_bytes;
+    const int stop = min(chunk + ring->stage_chunks, end);
+    const auto units = [&](int at) {
+      return min(kUnitsPerChunk, args.num_units - at * kUnitsPerChunk);
+    };
+    constexpr int kCodes = 8 * kTokens * kActBlock, kScales = 8 * kTokens * 8;
+    if (kTokens <= 2) {  // two at once: one's loads and mmas while the other is scaled
+#pragma unroll 1
+      for (; chunk + 1 < stop; chunk += 2) {
+        few_chunk<kType, kTokens>(from, kUnitsPerChunk, lane, codes, scales, shared_factors, acc);
+        few_chunk<kType, kTokens>(from + chunk_bytes(kType), units(chunk + 1), lane, codes + kCodes,
+                                  scales + kScales, shared_factors, acc);
+        from += 2 * chunk_bytes(kType);
+        codes += 2 * kCodes;
+        scales += 2 * kScales;
+      }
+    }
+#pragma unroll 1
+    for (; chunk < stop; ++chunk) {
+      few_chunk<kType, kTokens>(from, units(chunk), lane, codes, scales, shared_factors, acc);
+      from += chunk_bytes(kType);
+      codes += kCodes;
+      scales += kScales;
+      if (kTokens > 2) __syncwarp();  // the factors have been read
+    }
+    if (kTokens <= 2) __syncwarp();
     ring->fetch(args, plan, ring->stage, lane);
     if (++ring->stage == ring->num_stages) {
       ring->stage = 0;
       ring->parity ^= 1;
     }
-    codes += 8 * kTokens * kActBlock;
-    scales += 8 * kTokens * 8;
   }
 }
 
@@ -359,12 +411,14 @@ __device__ __forceinline__ void store_slice(
 }
 
 template <int kTokens, TypeSet kSet>
-__global__ void __launch_bounds__(kFewMaxWarps *kWarp, kTokens <= 2 ? 2 : 1)
+__global__ void __launch_bounds__(FewLayout<kTokens>::kMaxWarps *kWarp,
+                                  16 / FewLayout<kTokens>::kMaxWarps)
     mma_few_kernel(const __grid_constant__ MatmulArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = static_cast<int>(threadIdx.x) & 31;
   FewPlan plan;
-  plan.warp = static_cast<int>(threadIdx.x) >> 5;
+  // From one lane, so that the compiler knows it to be the same in all.
+  plan.warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) >> 5, 0);
   plan.num_warps = static_cast<int>(blockDim.x) >> 5;
   plan.num_chunks = (args.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
   plan.slice_shift = 31 - __clz(args.num_slices);
@@ -389,38 +443,40 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, kTokens <= 2 ? 2 : 1)
   ring.stage = 0;
   ring.num_stages = args.num_stages;
   ring.stage_bytes = args.stage_bytes;
+  ring.stage_chunks = args.stage_chunks;
   ring.parity = 0;
   ring.ahead.group = static_cast<int>(blockIdx.x);
   ring.ahead.job = plan.warp;
   plan.seek(args, &ring.ahead);
   if (lane == 0) {
+#pragma unroll 1
     for (int i = 0; i < args.num_stages; ++i) init_barrier(ring.barriers + i, stage_arrivals());
-    if (plan.warp == 0) {
-      for (int i = 0; i < 2; ++i) {
-        init_barrier(ready + i, plan.num_warps);
-        init_barrier(free + i, args.num_tokens);
-      }
-    }
     publish_barriers();
   }
   __syncwarp();
+#pragma unroll 1
   for (int i = 0; i < args.num_stages; ++i) ring.fetch(args, plan, i, lane);
-  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      init_barrier(ready + i, plan.num_warps);
+      init_barrier(free + i, args.num_tokens);
+    }
+  }
+  // What the first group needs that no kernel writes, too.
+  int iteration = 0, token = plan.warp, group = static_cast<int>(blockIdx.x);
+  GroupOutputs before = output_place(args, group);
+  if (!args.lets_next_wait) let_next_kernel_start();
   wait_for_previous_kernel();
-  stage_acts(args, num_blocks, kTokens, codes, scales);  // a barrier of the whole CTA, too
+  stage_acts<kTokens>(args, num_blocks, codes, scales);  // a barrier of the whole CTA, too
+  if (args.lets_next_wait) let_next_kernel_start();
 
   const int slice_floats = kTokens * few_token_stride(kTokens);
-  int iteration = 0;
-  for (int group = static_cast<int>(blockIdx.x); group < args.num_groups;
-       group += static_cast<int>(gridDim.x), ++iteration) {
+  for (; group < args.num_groups; group += static_cast<int>(gridDim.x), ++iteration) {
     const int buffer = iteration & 1;
     const uint32_t parity = static_cast<uint32_t>(iteration >> 1) & 1;
     float *sums = partials + buffer * (plan.num_jobs * slice_floats);
-    // The tokens that this warp finishes of this group: a different one each time.
-    int token = (plan.warp + plan.num_warps * kTokens - iteration * kTokens % plan.num_warps) %
-                plan.num_warps;
-    GroupOutputs before = {0.0f, 0.0f, 0.0f};
-    if (token < args.num_tokens) before = outputs_before(args, token, group);
+    if (token < args.num_tokens) load_residual(args, token, &before);
     if (iteration >= 2) wait_for_phase(free + buffer, parity ^ 1);
     for (int job = plan.warp; job < plan.num_jobs; job += plan.num_warps) {
       int s, tile;
@@ -434,15 +490,16 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, kTokens <= 2 ? 2 : 1)
     }
     __syncwarp();
     if (lane == 0) arrive(ready + buffer);
-    for (bool is_first = true; token < args.num_tokens; token += plan.num_warps, is_first = false) {
-      if (is_first) {
+    // A warp per token finishes the group; another one next time.
+    for (int of = token; of < args.num_tokens; of += plan.num_warps) {
+      if (of == token) {
         wait_for_phase(ready + buffer, parity);
       } else {
-        before = outputs_before(args, token, group);
+        load_residual(args, of, &before);
       }
-      finish_token(args, group, token, before, [&](int index, int row) {
+      finish_token(args, group, of, before, [&](int index, int row) {
         const float *p = sums + (index << plan.slice_shift) * slice_floats +
-                         token * few_token_stride(kTokens) + row;
+                         of * few_token_stride(kTokens) + row;
         float v[kMaxSlices];
 #pragma unroll
         for (int i = 0; i < kMaxSlices; ++i)
@@ -452,6 +509,10 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, kTokens <= 2 ? 2 : 1)
       __syncwarp();
       if (lane == 0) arrive(free + buffer);
     }
+    token -= kTokens;
+    while (token < 0) token += plan.num_warps;
+    if (group + static_cast<int>(gridDim.x) < args.num_groups)
+      before = output_place(args, group + static_cast<int>(gridDim.x));
   }
 }
 

@@ -211,6 +211,14 @@ XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_
 
 #ifdef __CUDACC__
 
+// A constant that stays in a register.
+template <uint32_t kValue>
+__device__ __forceinline__ uint32_t in_register() {
+  uint32_t v;
+  asm("mov.b32 %0, %1;" : "=r"(v) : "n"(kValue));
+  return v;
+}
+
 // Byte `index` of `word` as f32 + 2^23 (or 2^19 + byte / 16), by placing it in the mantissa.
 template <int kIndex>
 __device__ __forceinline__ float biased_byte(uint32_t word, uint32_t bias_bits) {
@@ -220,7 +228,7 @@ __device__ __forceinline__ float biased_byte(uint32_t word, uint32_t bias_bits) 
 // Byte `index` of `word` as f32 / 4 + 2^13: one byte up, so that the bias has few digits.
 template <int kIndex>
 __device__ __forceinline__ float biased_quarter(uint32_t word) {
-  return __uint_as_float(__byte_perm(word, 0x46000000u, 0x7404 + 16 * kIndex));
+  return __uint_as_float(__byte_perm(word, in_register<0x46000000u>(), 0x7404 + 16 * kIndex));
 }
 
 __device__ __forceinline__ float half_bits_to_float(uint32_t bits) {
@@ -279,20 +287,20 @@ struct WeightTile {
       const uint32_t low = __byte_perm(half, half >> 4, 0x5410) & 0x0f0f0f0fu;
       const uint32_t minima = low | ((word >> 2) & 0x30303030u);
       constexpr float kBias = 8388608.0f;
-      constexpr uint32_t kBiasBits = 0x4B000000u;
+      const uint32_t bias_bits = in_register<0x4B000000u>();
       constexpr float kHighBias = code_factor(1) == 16 ? 524288.0f : kBias;
-      constexpr uint32_t kHighBits = code_factor(1) == 16 ? 0x49000000u : kBiasBits;
+      const uint32_t high_bits = code_factor(1) == 16 ? in_register<0x49000000u>() : bias_bits;
       const float d0 = half_bits_to_float(both.x), d1 = half_bits_to_float(both.y);
       const float m0 = half_bits_to_float(both.x >> 16), m1 = half_bits_to_float(both.y >> 16);
-      f->dw[0][0][0] = __fmaf_rn(biased_byte<0>(scales, kBiasBits), d0, __fmul_rn(-kBias, d0));
-      f->dw[1][0][0] = __fmaf_rn(biased_byte<1>(scales, kHighBits), d0, __fmul_rn(-kHighBias, d0));
-      f->dw[0][1][0] = __fmaf_rn(biased_byte<2>(scales, kBiasBits), d1, __fmul_rn(-kBias, d1));
-      f->dw[1][1][0] = __fmaf_rn(biased_byte<3>(scales, kHighBits), d1, __fmul_rn(-kHighBias, d1));
+      f->dw[0][0][0] = __fmaf_rn(biased_byte<0>(scales, bias_bits), d0, __fmul_rn(-kBias, d0));
+      f->dw[1][0][0] = __fmaf_rn(biased_byte<1>(scales, high_bits), d0, __fmul_rn(-kHighBias, d0));
+      f->dw[0][1][0] = __fmaf_rn(biased_byte<2>(scales, bias_bits), d1, __fmul_rn(-kBias, d1));
+      f->dw[1][1][0] = __fmaf_rn(biased_byte<3>(scales, high_bits), d1, __fmul_rn(-kHighBias, d1));
       const float n0 = __fmul_rn(kBias, m0), n1 = __fmul_rn(kBias, m1);
-      f->shift[0][0] = __fmaf_rn(biased_byte<0>(minima, kBiasBits), -m0, n0);
-      f->shift[1][0] = __fmaf_rn(biased_byte<1>(minima, kBiasBits), -m0, n0);
-      f->shift[0][1] = __fmaf_rn(biased_byte<2>(minima, kBiasBits), -m1, n1);
-      f->shift[1][1] = __fmaf_rn(biased_byte<3>(minima, kBiasBits), -m1, n1);
+      f->shift[0][0] = __fmaf_rn(biased_byte<0>(minima, bias_bits), -m0, n0);
+      f->shift[1][0] = __fmaf_rn(biased_byte<1>(minima, bias_bits), -m0, n0);
+      f->shift[0][1] = __fmaf_rn(biased_byte<2>(minima, bias_bits), -m1, n1);
+      f->shift[1][1] = __fmaf_rn(biased_byte<3>(minima, bias_bits), -m1, n1);
     } else if constexpr (kType == kWeightQ6_K) {
       const uint2 scales =
           *reinterpret_cast<const uint2 *>(chunk + scale_offset(kType) + (4 * g + u) * 8);
