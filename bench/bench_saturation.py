@@ -170,13 +170,13 @@ def main() -> None:
     args = parser.parse_args()
     began = os.getloadavg()[0]
     rows = asyncio.run(measure(args.model, args))
-    settings = {
-        name: getattr(args, name) for name in ("slots", "queue", "threads", "seconds", "rate", "checks", "burst_every")
-    }
+    names = ("slots", "queue", "threads", "seconds", "rate", "checks", "burst_every")
     result = {
-        "machine": describe() | {"load_before": round(began, 2)},
+        "machine": describe(),
+        "load_before": round(began, 2),
+        "load_after": round(os.getloadavg()[0], 2),
         "model": args.model.name,
-        **settings,
+        "settings": {name: getattr(args, name) for name in names},
         "rows": rows,
     }
     for one in rows:
