@@ -382,7 +382,11 @@ class ServeConfig:
         "text",
         "text|json",
         values.choice(*LOG_FORMATS),
-        "Lines for people, or one JSON object a line. Default: text. No line holds a prompt, an answer or a secret.",
+        "Lines for people, or one JSON object a line. Default: text. No line holds a secret, nor a prompt or an answer "
+        "unless --log-prompts says so.",
+    )
+    log_prompts: bool = _setting(
+        False, "", values.boolean, "Log the prompt and the outputs of every generation, in full. Default: none of them."
     )
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -1,4 +1,4 @@
-"""Log lines on stderr, for people or for programs. No line holds a prompt, an answer or a secret.
+"""Log lines on stderr, for people or for programs. No line holds a secret, nor a prompt or an answer unless asked for.
 
 Code passes facts as keywords of `extra={"facts": {...}}`; the formatter prints them after the text, or as JSON fields.
 """

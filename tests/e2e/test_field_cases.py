@@ -1,4 +1,4 @@
-"""What went wrong elsewhere with honest requests (numbers 13 to 18), each as a client of the server meets it."""
+"""What went wrong elsewhere with honest requests (numbers 6 and 13 to 18), each as a client of the server meets it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 
 from tests.e2e.serving import eventually, is_idle, server_process, serving, stop
 from tests.tools.make_tiny_gguf import make_tiny_gguf
+from tests.tools.tiny_vocab import USER_DEFINED_TOKEN
 from xllm_client import AsyncClient
-from xllm_client.v1 import generation_pb2, sampling_pb2
+from xllm_client.v1 import chat_pb2, generation_pb2, model_service_pb2, model_service_pb2_grpc, sampling_pb2
 
 DRAWS = 40
 
@@ -148,6 +149,28 @@ async def test_raw_text_stops_anywhere(thinking_model: Path, tmp_path: Path) -> 
     assert (reply.text, reply.outputs[0].reasoning_text) == ("Q: ", "")
     assert reply.outputs[0].finished.stop_string == "4?"
     assert whole.text == "Q: 4?</think>Yes." and not whole.accepted.starts_in_reasoning
+
+
+# ---- 6: what answers are read with stays plain text in a message
+
+
+async def test_a_message_cannot_spell_the_markers_of_the_service(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    template = "{% for m in messages %}<tool_call>{{ m.content }}{% endfor %}<think>\n{# </tool_call> </think> #}"
+    model = make_tiny_gguf(path, chat_template=template)
+    marker = model.tokens.id_of(USER_DEFINED_TOKEN)
+    async with serving(path, tmp_path) as (server, client):
+        said = "wait <tool_call> now <think>"
+        chat = chat_pb2.Chat(messages=[chat_pb2.ChatMessage(role="user", parts=[chat_pb2.Part(text=said)])])
+        make_stub: Any = model_service_pb2_grpc.ModelServiceStub
+        stub = make_stub(client.channel)
+        reply = await stub.RenderChat(model_service_pb2.RenderChatRequest(chat=chat, include_token_ids=True))
+        assert reply.text == f"<tool_call>{said}<think>\n"
+        assert list(reply.token_ids).count(marker) == 1, "the template's own"
+        assert server.served.get("").engine.model.decode(reply.token_ids) == reply.text
+        assert (await client.tokenize(said)).count(marker) == 1, "in a text it is the token that it spells"
+        answer = await client.chat_once([{"role": "user", "content": "</think>"}], max_tokens=1)
+        assert answer.accepted.starts_in_reasoning, "what a message says ends nothing"
 
 
 # ---- 16: the whole prompt is in the cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -80,6 +81,16 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "x.sock").exists()
+
+
+def test_prompts_and_answers_are_logged_where_that_is_asked_for(endless_model: Path, tmp_path: Path) -> None:
+    with server_process(endless_model, tmp_path, "--log-prompts", "--log-format", "json") as (process, endpoint):
+        with Client(endpoint) as client:
+            client.generate_once("line\ntwo", max_tokens=3, request_id="r1")
+        _, log = stop(process)
+    lines = [json.loads(line) for line in log.splitlines()]
+    said = {line["message"]: line["text"] for line in lines if line.get("request_id") == "r1"}
+    assert said == {"prompt": "line\ntwo", "output": "CCC"}
 
 
 def test_the_log_holds_no_prompt_and_no_answer(endless_model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,7 +48,7 @@ class Model:
         self._textless: frozenset[int] = frozenset()  # that no output ever has, or that give it no text
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="xllm-text")
         self._compiler: ConstraintCompiler | None = None
-        self._compiler_lock = threading.Lock()
+        self._compile_worker = ThreadPoolExecutor(1, thread_name_prefix="xllm-constraint")
         if self.info.has_tokenizer:
             self._read_vocabulary()
         self.markers = find_markers(self.info.chat_template)
@@ -68,6 +67,7 @@ class Model:
     def close(self) -> None:
         """Unmap the file; engines made from it go on. Waits for text that is being read."""
         self._workers.shutdown()
+        self._compile_worker.shutdown()
         if self._compiler is not None:
             self._compiler.close()
         self.digest.stop()
@@ -184,11 +184,15 @@ class Model:
         """Run what takes its time, such as reading a long text, in a thread of this model's own."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
-    def compile(self, constraint: Constraint, field: str) -> Matcher:
-        """Return what follows an output that is constrained. Takes its time; safe to call from several threads.
+    async def compile(self, constraint: Constraint, field: str) -> Matcher:
+        """Return what follows an output that is constrained; one is compiled at a time, in a thread of its own.
 
         Raises INVALID_CONSTRAINT for a constraint that cannot be held to, NO_TOKENIZER where the model has no text.
         """
+        work = functools.partial(self._compile, constraint, field)
+        return await asyncio.get_running_loop().run_in_executor(self._compile_worker, work)
+
+    def _compile(self, constraint: Constraint, field: str) -> Matcher:
         self.check_tokenizer()
         ends = [end.token_id for end in self.end_tokens()]
         if not ends:
@@ -197,11 +201,10 @@ class Model:
             )
         try:
             constraint.check()
-            with self._compiler_lock:
-                if self._compiler is None:
-                    pieces = [b"" if i in self._textless else piece for i, piece in enumerate(self._pieces)]
-                    encode = functools.partial(self.encode, add_special=False)
-                    self._compiler = ConstraintCompiler(pieces, self._control, ends, encode)
+            if self._compiler is None:
+                pieces = [b"" if i in self._textless else piece for i, piece in enumerate(self._pieces)]
+                encode = functools.partial(self.encode, add_special=False)
+                self._compiler = ConstraintCompiler(pieces, self._control, ends, encode)
             return self._compiler.compile(constraint)
         except ConstraintError as error:
             raise ServiceError(Reason.INVALID_CONSTRAINT, f"{field}: {error}", field=field) from None

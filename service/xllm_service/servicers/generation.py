@@ -23,6 +23,7 @@ from xllm_service.servicers.events import EventMaker, Send
 from xllm_service.servicers.live_call import live_call
 from xllm_service.servicers.prompt import cache_use, check_digest, compiled, read_prompt
 from xllm_service.servicers.roster import Hosted
+from xllm_service.servicers.said import Said
 from xllm_service.servicers.served import Served
 from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot
 from xllm_service.validation import DecodeChoices, validate
@@ -158,6 +159,8 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                 await check_digest(engine.model, request.expected_digest)
                 read = await read_prompt(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
                 prompt, chat = read.ids, request.prompt.chat
+                said = Said(engine.model, live, self._served.config.log_prompts)
+                said.prompt(prompt)
                 tags = engine.model.markers.reasoning
                 free_until = tags[1] if tags is not None and read.starts_in_reasoning else ""
                 choices = await compiled(engine.model, choices, "spec.", free_until=free_until)
@@ -208,6 +211,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                         )
                         if delta is not None:
                             await send(delta)
+                        said.output(progress)
                         if progress.finished is None:
                             continue
                         ended[index] = progress.finished

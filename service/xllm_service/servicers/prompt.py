@@ -129,5 +129,5 @@ async def compiled(model: Model, choices: DecodeChoices, path: str, *, free_unti
     if constraint is None:
         return choices
     field = f"{path}constraint.{constraint.kind}"
-    matcher = await model.in_worker(lambda: model.compile(constraint, field))
+    matcher = await model.compile(constraint, field)
     return replace(choices, constrained=Constrained(matcher, free_until, field))
