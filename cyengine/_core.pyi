@@ -216,6 +216,7 @@ class Engine:
         is_constrained: bool = False,
         cache_salt: bytes = b"",
         bypass_cache: bool = False,
+        tenant: int = 0,
     ) -> Iterator[Event]:
         """``stream`` for a text or ids, with the fields of Request and SamplingParams as keywords."""
     def drain(self) -> None:

@@ -128,6 +128,7 @@ cdef int _fill_config(object config, c.xllm_engine_config *out, object keep) exc
     out.num_threads = config.num_threads
     out.device_index = config.device_index
     out.kv_memory = config.kv_memory
+    out.max_token_gap_s = config.max_token_gap_s
     out.memory_limit = config.memory_limit
     if config.instruction_set is not None:
         keep.append(config.instruction_set.encode())
@@ -446,6 +447,8 @@ cdef class _RequestArgs:
         self.r.max_queue_s = request.max_queue_s
         self.r.max_duration_s = request.max_duration_s
         self.r.is_constrained = request.is_constrained
+        _in_range("tenant", request.tenant, 0, 2**64 - 1)
+        self.r.tenant = request.tenant
         self._salt = bytes(request.cache_salt)
         _fill_cache(self._salt, request.bypass_cache, &self.r.cache)
         self._prompt = _copy_ids(request.prompt, &self.r.num_prompt)
@@ -721,7 +724,8 @@ cdef class Engine:
             num_requests_cancelled=s.num_requests_cancelled, num_requests_failed=s.num_requests_failed,
             num_preemptions=s.num_preemptions, last_step_s=s.last_step_s, heartbeat_age_s=s.heartbeat_age_s,
             cancel_steps_max=s.cancel_steps_max, workspace_bytes=s.workspace_bytes, is_draining=bool(s.is_draining),
-            has_failed=bool(s.has_failed),
+            has_failed=bool(s.has_failed), token_gap_bound_s=s.token_gap_bound_s, token_gap_max_s=s.token_gap_max_s,
+            prefill_tokens_per_s=s.prefill_tokens_per_s,
         )
 
     def slots(self):

@@ -128,6 +128,7 @@ cdef extern from "xllm.h" nogil:
         const char *instruction_set
         xllm_log_fn log
         void *log_user
+        double max_token_gap_s
 
     void xllm_engine_config_init(xllm_engine_config *config)
 
@@ -220,6 +221,7 @@ cdef extern from "xllm.h" nogil:
         double max_duration_s
         int32_t is_constrained
         xllm_cache_options cache
+        uint64_t tenant
 
     void xllm_request_init(xllm_request *request)
     xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request, uint64_t *out_id, xllm_error *err)
@@ -325,6 +327,9 @@ cdef extern from "xllm.h" nogil:
         uint64_t workspace_bytes
         int32_t is_draining
         int32_t has_failed
+        double token_gap_bound_s
+        double token_gap_max_s
+        double prefill_tokens_per_s
 
     void xllm_engine_get_stats(const xllm_engine *engine, xllm_engine_stats *out_stats)
 

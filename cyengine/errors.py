@@ -144,6 +144,12 @@ class DeadlineExceededError(XllmError, TimeoutError):
     status = Status.DEADLINE_EXCEEDED
 
 
+class DeadlineUnreachableError(DeadlineExceededError):
+    """Refused before it began: its time would be over first; details: estimated_wait_s, max_duration_s."""
+
+    status = Status.DEADLINE_UNREACHABLE
+
+
 class ModelError(XllmError):
     """The model file was refused; the message names the key or tensor and the byte offset."""
 

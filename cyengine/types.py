@@ -102,6 +102,7 @@ class Status(enum.IntEnum):
     DRAINING = 27
     IO = 28
     INTERNAL = 29
+    DEADLINE_UNREACHABLE = 30
 
 
 # ---- what a model says of itself ----
@@ -213,6 +214,8 @@ class EngineConfig:
     """Bytes the engine may take on its device; 0: no limit."""
     instruction_set: str | None = None
     """"scalar", "avx2", "avx512" or "neon"; None: the best the CPU has."""
+    max_token_gap_s: float = 0.2
+    """Seconds between two tokens of a stream at most, by computing prompts in smaller pieces; 0: no bound."""
     log_fd: int | None = None
     """File descriptor that gets one line per notice; None: silent."""
 
@@ -300,6 +303,8 @@ class Request:
     """Only prompts of equal salt share blocks of the prefix cache; at most 4096 bytes."""
     bypass_cache: bool = False
     """Look nothing up in the prefix cache, and leave nothing in it."""
+    tenant: int = 0
+    """Whose it is; among waiting requests of one priority, tenants take turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +429,9 @@ class EngineStats:
     workspace_bytes: int
     is_draining: bool
     has_failed: bool
+    token_gap_bound_s: float = 0.0
+    token_gap_max_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ extern "C" {
 #define XLLM_API
 #endif
 
-#define XLLM_ABI_VERSION 2
+#define XLLM_ABI_VERSION 3
 
 /* ------------------------------------------------------------------ status */
 
@@ -102,7 +102,10 @@ typedef enum xllm_status {
   XLLM_STATUS_ENGINE_FAILED = 26,
   XLLM_STATUS_DRAINING = 27, /* no new work */
   XLLM_STATUS_IO = 28,       /* the operating system refused */
-  XLLM_STATUS_INTERNAL = 29  /* a broken invariant of this library */
+  XLLM_STATUS_INTERNAL = 29, /* a broken invariant of this library */
+  /* Refused before it began: max_duration_s would be over first; details estimated_wait_s,
+   * max_duration_s. */
+  XLLM_STATUS_DEADLINE_UNREACHABLE = 30
 } xllm_status;
 
 /* Where a failure is described. Caller-owned; no initialisation needed. Strings are NUL-terminated
@@ -296,6 +299,10 @@ typedef struct xllm_engine_config {
   const char *instruction_set;
   xllm_log_fn log; /* NULL: silent */
   void *log_user;
+  /* 0.2; seconds between two tokens of a stream at most, up to 3600, 0: no bound. Beside streams
+   * that decode, prompts are computed in pieces that fit into it, by what steps have taken so far:
+   * a goal, not a guarantee. Without such streams prefill_chunk alone counts. */
+  double max_token_gap_s;
 } xllm_engine_config;
 
 XLLM_API void xllm_engine_config_init(xllm_engine_config *config);
@@ -420,6 +427,9 @@ typedef struct xllm_request {
   double max_duration_s;  /* 0: no limit; seconds from submission, then DEADLINE_EXCEEDED */
   int32_t is_constrained; /* 0; 1: each token waits for its mask, see xllm_engine_push_masks */
   xllm_cache_options cache;
+  /* 0; whose request it is, by a number of the caller's choice. Among waiting requests of one
+   * priority, tenants take turns. */
+  uint64_t tenant;
 } xllm_request;
 
 XLLM_API void xllm_request_init(xllm_request *request);
@@ -430,9 +440,10 @@ XLLM_API void xllm_request_init(xllm_request *request);
  * INVALID_ARGUMENT: a field out of range (detail "field"). PROMPT_TOO_LONG: no room for one token
  * in max_seq_len. NEVER_FITS: the prompt and one token exceed the whole KV pool.
  * DECODE_MODE_MISMATCH. QUEUE_FULL: nothing was queued. DRAINING, ENGINE_FAILED. NO_TOKENIZER: stop
- * strings without a vocabulary. Of an AUTO engine also MEMORY: the set of weights that this request
- * would load does not fit beside the other (details bytes_needed, bytes_free, remedy); and
- * UNIMPLEMENTED: the backend lacks this mode. */
+ * strings without a vocabulary. DEADLINE_UNREACHABLE: by what steps have taken so far, the prompt
+ * would be computed in more than twice max_duration_s. Of an AUTO engine also MEMORY: the set of
+ * weights that this request would load does not fit beside the other (details bytes_needed,
+ * bytes_free, remedy); and UNIMPLEMENTED: the backend lacks this mode. */
 XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request *request,
                                         uint64_t *out_id, xllm_error *err);
 
@@ -787,6 +798,11 @@ typedef struct xllm_engine_stats {
   uint32_t cancel_steps_max; /* steps between a cancel and its blocks being free, largest so far */
   uint64_t workspace_bytes;
   int32_t is_draining, has_failed;
+  double token_gap_bound_s; /* max_token_gap_s */
+  /* Longest time between two tokens of a stream that was neither preempted nor waiting for a mask
+   * in between. */
+  double token_gap_max_s;
+  double prefill_tokens_per_s; /* of late, in steps that held prefill; 0: none yet */
 } xllm_engine_stats;
 
 XLLM_API void xllm_engine_get_stats(const xllm_engine *engine, xllm_engine_stats *out_stats);

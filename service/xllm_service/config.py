@@ -329,6 +329,13 @@ class ServeConfig:
     prefill_chunk: int = _setting(
         512, "N", values.integer(1, 8192), "Most prompt tokens computed in one step. Default: 512."
     )
+    max_token_gap: float = _setting(
+        0.2,
+        "SECONDS",
+        values.seconds(0, 3600),
+        "Seconds between two tokens of a stream at most: beside running streams, prompts are computed in pieces that "
+        "fit into it, by what steps have taken so far. Default: 0.2. 0: no bound; --prefill-chunk alone counts.",
+    )
     threads: int = _setting(
         0,
         "N",

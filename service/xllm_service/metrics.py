@@ -31,6 +31,8 @@ class Snapshot(Protocol):
     last_step_s: float
     heartbeat_age_s: float
     cancel_steps_max: int
+    token_gap_bound_s: float
+    token_gap_max_s: float
 
 
 class Metrics:
@@ -116,6 +118,8 @@ def _gauges(stats: Snapshot) -> list[tuple[str, str, float]]:
     return [
         ("xllm_requests_running", "Requests in the batch.", stats.num_running),
         ("xllm_requests_waiting", "Requests that wait for a slot.", stats.num_waiting),
+        ("xllm_token_gap_bound_seconds", "Longest time meant between two tokens.", stats.token_gap_bound_s),
+        ("xllm_token_gap_max_seconds", "Longest time there was between two tokens.", stats.token_gap_max_s),
         ("xllm_slots", "Slots in all.", stats.slots_total),
         ("xllm_slots_used", "Slots taken.", stats.slots_used),
         ("xllm_kv_cache_usage_ratio", "Share of the KV blocks that live requests hold, 0 to 1.", usage),

@@ -112,15 +112,15 @@ TEST(EngineCache, CountCachedMayBeAskedWhileTheLoopRuns) {
   auto engine = make_engine(small_config(/*num_blocks=*/12));  // evicts all the time
   std::vector<uint64_t> ids;
   for (int i = 0; i < 60; ++i) ids.push_back(engine->submit(request(prompt_of(70, i % 7), 3)));
-  uint64_t sum = 0;
   while (engine->stats().num_requests_finished < 60) {
     for (int i = 0; i < 7; ++i) {
       const int found = engine->count_cached(prompt_of(70, i), DecodeMode::kAuto, "");
       ASSERT_TRUE(found >= 0 && found <= 64 && found % 16 == 0);
-      sum += static_cast<uint64_t>(found);
     }
   }
-  EXPECT_GT(sum, 0u);
+  int sum = 0;  // what the last ones have left
+  for (int i = 0; i < 7; ++i) sum += engine->count_cached(prompt_of(70, i), DecodeMode::kAuto, "");
+  EXPECT_GT(sum, 0);
   for (const uint64_t id : ids) EXPECT_EQ(wait_for(engine.get(), id).finished.status, Status::kOk);
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -91,6 +93,7 @@ class RecallBackend : public Backend {
     std::atomic<int> most_rows{0};   // of any step
     std::atomic<int> most_seqs{0};
     std::atomic<int> num_copied_blocks{0};
+    std::atomic<int> step_ms{0}, row_us{0};     // what a step, and a row of it, takes at least
     std::atomic<int> most_rows_with_memory{0};  // > 0: a step of more rows finds none
     std::atomic<int> num_rows{0};               // of all steps
   };
@@ -142,6 +145,8 @@ class RecallBackend : public Backend {
         batch.num_tokens() > control_->most_rows_with_memory) {
       throw Error(Status::kMemory, "recall: no memory for the step", {{"bytes_needed", "1000"}});
     }
+    std::this_thread::sleep_for(std::chrono::microseconds(control_->step_ms * 1000 +
+                                                          control_->row_us * batch.num_tokens()));
     if (control_->fails) throw Error(Status::kDevice, "recall: the device is gone");
     stages();
   }

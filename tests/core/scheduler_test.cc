@@ -31,10 +31,11 @@ class World {
         scheduler({max_running, prefill_chunk, segment_size, max_step_sequences}, &cache),
         num_free_slots(max_running) {}
 
-  Sequence *add(const std::vector<int32_t> &prompt, int32_t priority = 0) {
+  Sequence *add(const std::vector<int32_t> &prompt, int32_t priority = 0, uint64_t tenant = 0) {
     auto sequence = std::make_unique<Sequence>(kBlockSize);
     sequence->id = sequences_.size() + 1;
     sequence->priority = priority;
+    sequence->tenant = tenant;
     sequence->tokens = prompt;
     sequence->num_prompt = static_cast<int>(prompt.size());
     scheduler.add(sequence.get());
@@ -62,8 +63,8 @@ class World {
   }
 
   // What each row entry computes: "1:0+3" sequence 1, positions 0 to 2; with "!" where it chooses.
-  std::string step() {
-    const Schedule &schedule = scheduler.schedule(num_free_slots);
+  std::string step(int num_prefill_rows = -1) {
+    const Schedule &schedule = scheduler.schedule(num_free_slots, num_prefill_rows);
     preempted.clear();
     exhausted.clear();
     for (Sequence *sequence : schedule.admitted) {
@@ -85,6 +86,8 @@ class World {
     }
     return text;
   }
+
+  Sequence *sequence(uint64_t id) { return sequences_[id - 1].get(); }
 
   void finish(Sequence *sequence) {
     if (sequence->state != SequenceState::kDone && sequence->slot >= 0) ++num_free_slots;
@@ -317,6 +320,44 @@ TEST(Scheduler, EndsWhatOutgrowsTheWholePool) {
   EXPECT_EQ(world.step(), "");
   EXPECT_EQ(world.exhausted, (std::vector<uint64_t>{1}));
   EXPECT_EQ(world.cache.num_in_use(), 0);
+}
+
+TEST(Scheduler, TenantsTakeTurnsInTheQueue) {
+  World world(64, /*max_running=*/1);
+  const auto add = [&](uint64_t tenant, int32_t priority = 0) {
+    return world.add(ids(10, 3), priority, tenant);
+  };
+  for (int i = 0; i < 4; ++i) add(1);  // 1 to 4 of one tenant, at once
+  world.step();                        // 1 runs
+  add(2);                              // 5 and 6 of another, later
+  add(2);
+  add(3, 5);  // 7 of a third, before all of them
+  std::vector<uint64_t> order;
+  while (world.scheduler.has_work()) {
+    order.push_back(world.scheduler.running().front()->id);
+    world.finish(world.sequence(order.back()));
+    if (world.scheduler.has_work()) world.step();
+  }
+  // A high priority does not move the others: its tenants have turns of their own.
+  EXPECT_EQ(order, (std::vector<uint64_t>{1, 7, 5, 2, 6, 3, 4}));
+}
+
+TEST(Scheduler, ATenantAloneIsServedInOrderOfArrival) {
+  World world(64, /*max_running=*/1);
+  for (int i = 0; i < 5; ++i) world.add(ids(10, 3), 0, 9);
+  for (uint64_t id = 1; id <= 5; ++id) {
+    world.step();
+    ASSERT_EQ(world.scheduler.running().front()->id, id);
+    world.finish(world.sequence(id));
+    if (id == 2) world.add(ids(10, 3), 0, 9);
+  }
+}
+
+TEST(Scheduler, HoldsNoMoreRowsOfPrefillThanItIsTold) {
+  World world(64);
+  world.add(ids(10, 30));
+  EXPECT_EQ(world.step(7), "1:0+7");
+  EXPECT_EQ(world.step(100), "1:7+23!");
 }
 
 // Whatever comes and goes: no block leaks or has two owners, everything ends, and a sequence's

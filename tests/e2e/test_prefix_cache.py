@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.serving import eventually, is_idle, serving, stats
+from tests.tools.make_tiny_gguf import make_tiny_gguf
 from xllm_client import NO_RETRY, AsyncClient, InvalidArgumentError
 
 B = 16  # positions to a block
@@ -98,3 +99,34 @@ async def test_principals_learn_nothing_of_one_another(random_model: Path, tmp_p
                 filled = await slot.prefill(prompt)
                 assert filled.usage.num_cached_tokens == 4 * B  # bert's own
             assert (await anna.generate_once(prompt, max_tokens=4)).usage.num_cached_tokens == 4 * B
+
+
+async def test_a_further_turn_of_a_conversation_computes_little_more_than_what_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "chat.gguf"
+    make_tiny_gguf(path, context_length=4096)
+    instructions = "Answer in few words. " * 160  # more than 2,000 tokens of this small vocabulary
+    turns: list[Any] = [
+        {"role": "system", "content": instructions},
+        {"role": "user", "content": "What is an otter?"},
+        {"role": "assistant", "content": "A river animal."},
+        {"role": "user", "content": "What does it eat?"},
+    ]
+    options: Any = {"max_tokens": 16, "ignore_eos": True, "token_ids": True}
+    async with serving(path, tmp_path) as (server, client):
+
+        async def computed(messages: list[Any], **more: Any) -> tuple[int, list[int]]:
+            before = stats(server)
+            result = await client.chat_once(messages, **options, **more)
+            after = stats(server)
+            num_prompt = after.num_prompt_tokens - before.num_prompt_tokens
+            num_cached = after.num_cached_tokens - before.num_cached_tokens
+            assert (result.usage.num_prompt_tokens, result.usage.num_cached_tokens) == (num_prompt, num_cached)
+            return num_prompt - num_cached, [token.id for token in result.outputs[0].tokens]
+
+        first, _ = await computed(turns[:2])
+        assert first > 2000
+        again, ids = await computed(turns)
+        without, expected = await computed(turns, cache_bypass=True)
+        assert without > 2000
+        assert again <= 0.15 * without
+        assert ids == expected

@@ -14,35 +14,36 @@ namespace xllm {
 // act on.
 enum class Status : int {
   kOk = 0,
-  kInvalidArgument = 1,     // a field is wrong; `field` in the details names it
-  kPromptTooLong = 2,       // prompt leaves no room in max_seq_len
-  kNeverFits = 3,           // would not fit an empty KV pool
-  kNotFound = 4,            // file, request or slot unknown
-  kAlreadyExists = 5,       // id in use
-  kDecodeModeMismatch = 6,  // the engine or slot decodes the other way
-  kSlotState = 7,           // call not allowed in this state of the slot
-  kNoTokenizer = 8,         // token ids work, text does not
-  kNoChatTemplate = 9,      //
-  kQueueFull = 10,          // retry later
-  kQueueTimeout = 11,       // waited longer than the request allowed
-  kNoFreeSlot = 12,         //
-  kKvExhausted = 13,        //
-  kMemory = 14,             // does not fit: needed, free and remedy are in the details
-  kStaleEpoch = 15,         // the slot changed hands
-  kLeaseLost = 16,          //
-  kPermissionDenied = 17,   // foreign slot
-  kCancelled = 18,          //
-  kDeadlineExceeded = 19,   //
-  kModelMalformed = 20,     // the file contradicts its format
-  kModelTruncated = 21,     // the file ends early
-  kModelUnsupported = 22,   // version, architecture, tensor type or tokenizer unknown
-  kUnimplemented = 23,      // this build or model lacks it
-  kNonFiniteLogits = 24,    // a row of logits held NaN or infinity
-  kDevice = 25,             // CUDA or driver fault
-  kEngineFailed = 26,       // the step loop has stopped
-  kDraining = 27,           // no new work
-  kIo = 28,                 // the operating system refused
-  kInternal = 29,           // a broken invariant of ours
+  kInvalidArgument = 1,       // a field is wrong; `field` in the details names it
+  kPromptTooLong = 2,         // prompt leaves no room in max_seq_len
+  kNeverFits = 3,             // would not fit an empty KV pool
+  kNotFound = 4,              // file, request or slot unknown
+  kAlreadyExists = 5,         // id in use
+  kDecodeModeMismatch = 6,    // the engine or slot decodes the other way
+  kSlotState = 7,             // call not allowed in this state of the slot
+  kNoTokenizer = 8,           // token ids work, text does not
+  kNoChatTemplate = 9,        //
+  kQueueFull = 10,            // retry later
+  kQueueTimeout = 11,         // waited longer than the request allowed
+  kNoFreeSlot = 12,           //
+  kKvExhausted = 13,          //
+  kMemory = 14,               // does not fit: needed, free and remedy are in the details
+  kStaleEpoch = 15,           // the slot changed hands
+  kLeaseLost = 16,            //
+  kPermissionDenied = 17,     // foreign slot
+  kCancelled = 18,            //
+  kDeadlineExceeded = 19,     //
+  kModelMalformed = 20,       // the file contradicts its format
+  kModelTruncated = 21,       // the file ends early
+  kModelUnsupported = 22,     // version, architecture, tensor type or tokenizer unknown
+  kUnimplemented = 23,        // this build or model lacks it
+  kNonFiniteLogits = 24,      // a row of logits held NaN or infinity
+  kDevice = 25,               // CUDA or driver fault
+  kEngineFailed = 26,         // the step loop has stopped
+  kDraining = 27,             // no new work
+  kIo = 28,                   // the operating system refused
+  kInternal = 29,             // a broken invariant of ours
+  kDeadlineUnreachable = 30,  // refused before it began: its time would be over first
 };
 
 // An error with a machine-readable status, one line of text that names the thing, what was expected

@@ -37,6 +37,7 @@ EngineSetup read_config(const xllm_engine_config *in) {
   out.config.block_size = c.block_size;
   out.config.max_queue = c.max_queue;
   out.config.kv_memory = c.kv_memory;
+  out.config.max_token_gap_s = c.max_token_gap_s;
   if (c.log != nullptr) {
     out.config.log = [log = c.log, user = c.log_user](const std::string &line) {
       log(user, line.c_str());
@@ -109,6 +110,7 @@ void xllm_engine_config_init(xllm_engine_config *config) {
   config->prefill_chunk = defaults.prefill_chunk;
   config->block_size = defaults.block_size;
   config->max_queue = defaults.max_queue;
+  config->max_token_gap_s = defaults.max_token_gap_s;
 }
 
 xllm_status xllm_model_plan(const xllm_model *model, const xllm_engine_config *config,
@@ -189,6 +191,9 @@ void xllm_engine_get_stats(const xllm_engine *engine, xllm_engine_stats *out) {
   out->workspace_bytes = stats.workspace_bytes;
   out->is_draining = stats.is_draining ? 1 : 0;
   out->has_failed = stats.has_failed ? 1 : 0;
+  out->token_gap_bound_s = stats.token_gap_bound_s;
+  out->token_gap_max_s = stats.token_gap_max_s;
+  out->prefill_tokens_per_s = stats.prefill_tokens_per_s;
 }
 
 }  // extern "C"

@@ -22,7 +22,8 @@
   X(MODEL_MALFORMED, kModelMalformed) X(MODEL_TRUNCATED, kModelTruncated) \
   X(MODEL_UNSUPPORTED, kModelUnsupported) X(UNIMPLEMENTED, kUnimplemented) \
   X(NON_FINITE_LOGITS, kNonFiniteLogits) X(DEVICE, kDevice) X(ENGINE_FAILED, kEngineFailed) \
-  X(DRAINING, kDraining) X(IO, kIo) X(INTERNAL, kInternal)
+  X(DRAINING, kDraining) X(IO, kIo) X(INTERNAL, kInternal) \
+  X(DEADLINE_UNREACHABLE, kDeadlineUnreachable)
 // clang-format on
 
 namespace xllm {

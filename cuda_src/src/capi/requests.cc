@@ -77,6 +77,7 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   out.max_duration_s = r.max_duration_s;
   out.is_constrained = r.is_constrained != 0;
   read_cache(r.cache, &out);
+  out.tenant = r.tenant;
   return out;
 }
 

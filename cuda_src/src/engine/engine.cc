@@ -84,6 +84,7 @@ std::vector<uint64_t> Engine::submit(RequestOptions options, int num_outputs) {
       resolve_decode_mode(config_.decode_mode, options.decode_mode, "xllm_engine_submit");
   validate(options, RequestKind::kGenerate, vocabulary_, plan_.max_seq_len);
   check_lane(mode, static_cast<int>(options.prompt.size()));
+  check_deadline(mode, options);
   if (num_outputs < 1 || num_outputs > kMaxOutputs) {
     throw Error(Status::kInvalidArgument,
                 "num_outputs: expected 1 to " + std::to_string(kMaxOutputs) + ", found " +
@@ -161,6 +162,33 @@ void Engine::check_lane(DecodeMode mode, int num_prompt) {
   if ((loaded_modes_.load() & mode_bit(mode)) == 0) {
     check_set_fits(plan, backend_->memory().free_bytes);
   }
+}
+
+// Lenient: only what would take twice the time allowed is turned away.
+void Engine::check_deadline(DecodeMode mode, const RequestOptions &options) const {
+  if (options.max_duration_s == 0) return;
+  Backlog backlog;
+  {
+    const std::lock_guard<std::mutex> lock(snapshot_mutex_);
+    backlog = backlogs_[static_cast<size_t>(mode)];
+  }
+  {
+    const std::lock_guard<std::mutex> lock(slots_mutex_);
+    backlog.num_free_slots = slots_.num_free();
+  }
+  const int num_prompt = static_cast<int>(options.prompt.size());
+  int num_new = num_prompt;
+  if (!options.bypasses_cache) {
+    num_new -= count_cached(options.prompt, mode, options.cache_salt);
+  }
+  const double estimated_s = estimate_wait_s(backlog, num_new);
+  if (estimated_s <= 2 * options.max_duration_s) return;
+  throw Error(Status::kDeadlineUnreachable,
+              "the prompt would be computed in about " + std::to_string(estimated_s) +
+                  " s, max_duration_s is " + std::to_string(options.max_duration_s) +
+                  "; allow more time, or retry when the engine is less busy",
+              {{"estimated_wait_s", std::to_string(estimated_s)},
+               {"max_duration_s", std::to_string(options.max_duration_s)}});
 }
 
 int Engine::count_cached(Span<const int32_t> prompt, DecodeMode mode, std::string_view salt) const {
@@ -261,9 +289,9 @@ void Engine::load_lane(DecodeMode mode) {
   const bool has_segments = mode == DecodeMode::kBatched && backend_->info().has_segment_path;
   scheduler.segment_size = has_segments ? kSegmentTokens : 1;
   scheduler.max_step_sequences = mode == DecodeMode::kPerSlot ? 1 : 0;
-  lanes_.push_back(std::make_unique<Lane>(mode, backend_.get(), model_.dims, model_.tensors, plan,
-                                          scheduler, config_.max_slots, cache_key_,
-                                          config_.use_prefix_cache, nullptr));
+  lanes_.push_back(std::make_unique<Lane>(
+      mode, backend_.get(), model_.dims, model_.tensors, plan, scheduler, config_.max_slots,
+      cache_key_, config_.use_prefix_cache, config_.max_token_gap_s, nullptr));
   (mode == DecodeMode::kPerSlot ? per_slot_lane_ : batched_lane_).store(lanes_.back().get());
   if (model_.release_pages) model_.release_pages();
   loaded_modes_.fetch_or(mode_bit(mode));
@@ -441,6 +469,10 @@ bool Engine::run_lane(Lane *lane) {
     if (live) lane->in_flight = start_ahead(lane, live);
     lane->chosen = lane->runner.finish_sample(num_chosen);
   }
+  // A step that was started ahead has waited for the one before it.
+  const double end_s = now_s();
+  const double step_s = end_s - std::max(step.start_s, std::exchange(lane->end_s, end_s));
+  lane->pace.record(step.has_decode, step.num_prefill_rows, step_s);
   std::vector<Sampled> wanted;
   for (const size_t at : places) wanted.push_back(std::move(lane->chosen[at]));
   complete(lane, live, wanted);
@@ -462,7 +494,8 @@ bool Engine::start_step(Lane *lane) {
   {
     // Held from counting the free seats to taking them, so that no caller acquires one in between.
     const std::lock_guard<std::mutex> lock(slots_mutex_);
-    scheduled = &lane->scheduler.schedule(slots_.num_free());
+    scheduled =
+        &lane->scheduler.schedule(slots_.num_free(), lane->pace.prefill_rows(decode_wait_s(*lane)));
     seat(lane->mode, *scheduled);
   }
   const Schedule &schedule = *scheduled;
@@ -471,7 +504,15 @@ bool Engine::start_step(Lane *lane) {
   // A request hears that it has its seat before its prompt is computed, not after.
   if (!new_events_.empty()) publish();
 
+  StepInFlight step;
+  step.start_s = now_s();
+  for (const ScheduledRows &rows : schedule.rows) {
+    const bool is_decode = rows.sequence->is_decoding();
+    step.has_decode |= is_decode;
+    if (!is_decode) step.num_prefill_rows += rows.num_tokens;
+  }
   if (!compute(lane, schedule)) return true;
+  lane->in_flight = std::move(step);
   lane->in_flight.rows = schedule.rows;
   for (const ScheduledRows &rows : schedule.rows) lane->in_flight.ids.push_back(rows.sequence->id);
   return true;
@@ -504,6 +545,8 @@ StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
     }
   } const placeholders(step.rows);
   StepInFlight ahead;
+  ahead.start_s = now_s();
+  ahead.has_decode = true;
   if (!lane->scheduler.schedule_ahead(&ahead.rows)) return {};
   try {
     lane->runner.forward({}, ahead.rows);
@@ -541,6 +584,31 @@ void Engine::complete(Lane *lane, const StepInFlight &step, const std::vector<Sa
       finish(rows.sequence->id, Status::kOk, "");
     }
   }
+}
+
+// What streams that decode wait for besides the next step of this lane; -1 where nobody decodes.
+double Engine::decode_wait_s(const Lane &lane) const {
+  double wait_s = 0;
+  bool has_any = false;
+  for (const std::unique_ptr<Lane> &other : lanes_) {
+    int num_decoding = 0;
+    for (const Sequence *sequence : other->scheduler.running()) {
+      num_decoding += sequence->is_decoding() && !sequence->is_held ? 1 : 0;
+    }
+    has_any |= num_decoding > 0;
+    // A lane that takes turns has each of them in a step of its own.
+    const int num_steps = other->takes_turns ? num_decoding : std::min(num_decoding, 1);
+    const int num_others = other.get() == &lane ? std::max(0, num_steps - 1) : num_steps;
+    wait_s += num_others * other->pace.decode_s();
+  }
+  return has_any ? wait_s : -1;
+}
+
+void Engine::note_gap(Request *request, bool wants_mask, double now) {
+  if (request->last_token_s >= 0) {
+    totals_.token_gap_max_s = std::max(totals_.token_gap_max_s, now - request->last_token_s);
+  }
+  request->last_token_s = wants_mask ? -1 : now;
 }
 
 // Computes the rows; their tokens are chosen, or on their way. False when there was no memory for
@@ -597,6 +665,7 @@ void Engine::seat(DecodeMode mode, const Schedule &schedule) {
     new_events_.push_back(request.accepted_event());
   }
   for (const Sequence *sequence : schedule.preempted) {
+    requests_.at(sequence->id)->last_token_s = -1;
     if (sequence->slot < 0) continue;
     slots_.set_state(sequence->slot, SlotState::kAcquired);
     slots_.set_usage(sequence->slot, 0, 0);
@@ -638,6 +707,7 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
   const bool is_last = requests_.at(id)->add_token(sampled, now, &event);
   ++totals_.num_generated_tokens;
   if (event.wants_mask) ++num_masks_wanted_;
+  note_gap(requests_.at(id).get(), event.wants_mask, now);
   event.logits = std::move(logits);
   new_events_.push_back(std::move(event));
   if (is_last) finish(id, Status::kOk, "");
@@ -667,11 +737,21 @@ void Engine::finish(uint64_t request_id, Status status, const std::string &messa
   has_progress_ = true;
 }
 
+// How often a seat becomes free while others wait for one.
+void Engine::note_freed_seat(const Lane &lane) {
+  const double now = now_s();
+  const double last_s = std::exchange(seat_freed_s_, lane.scheduler.waiting().empty() ? -1 : now);
+  if (last_s < 0 || seat_freed_s_ < 0) return;
+  const double interval_s = now - last_s;
+  seat_interval_s_ += (seat_interval_s_ == 0 ? 1 : 0.3) * (interval_s - seat_interval_s_);
+}
+
 // Blocks and seat of a request; of a call, what it leaves goes back into its slot.
 void Engine::give_back(Request *request) {
   Lane *lane = find_lane(request->decode_mode());
   if (lane != nullptr) lane->scheduler.remove(&request->sequence);
   if (!request->is_on_slot()) {
+    if (request->sequence.slot >= 0 && lane != nullptr) note_freed_seat(*lane);
     const std::lock_guard<std::mutex> lock(slots_mutex_);
     slots_.release({request->sequence.slot, request->epoch});
     return;
@@ -729,12 +809,27 @@ void Engine::publish() {
     stats.blocks_used += static_cast<uint64_t>(lane->cache.num_in_use());
     stats.blocks_cached += static_cast<uint64_t>(lane->cache.num_idle());
   }
+  Backlog backlogs[3];
+  for (const std::unique_ptr<Lane> &lane : lanes_) {
+    Backlog &backlog = backlogs[static_cast<size_t>(lane->mode)];
+    backlog.num_waiting = static_cast<int>(lane->scheduler.waiting().size());
+    for (const auto *list : {&lane->scheduler.waiting(), &lane->scheduler.running()}) {
+      for (const Sequence *sequence : *list) {
+        if (!sequence->is_decoding()) backlog.num_rows += sequence->num_to_compute();
+      }
+    }
+    backlog.prefill_rate = lane->pace.prefill_rate();
+    backlog.seat_interval_s = seat_interval_s_;
+    stats.prefill_tokens_per_s = std::max(stats.prefill_tokens_per_s, backlog.prefill_rate);
+  }
+  stats.token_gap_bound_s = config_.max_token_gap_s;
   if (lanes_.empty()) {  // AUTO before its first request: the pool it will have
     stats.blocks_total = static_cast<uint64_t>(lane_plan(DecodeMode::kBatched).num_blocks);
   }
   {
     const std::lock_guard<std::mutex> lock(snapshot_mutex_);
     snapshot_ = stats;
+    std::copy(std::begin(backlogs), std::end(backlogs), std::begin(backlogs_));
   }
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);

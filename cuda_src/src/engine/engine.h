@@ -127,6 +127,7 @@ class Engine {
   Lane *find_lane(DecodeMode mode) const;
   const WeightSetPlan &lane_plan(DecodeMode mode) const;
   void check_lane(DecodeMode mode, int num_prompt);
+  void check_deadline(DecodeMode mode, const RequestOptions &options) const;
 
   // Callers' side; these two with inbox_mutex_ held.
   void check_open() const;
@@ -156,6 +157,8 @@ class Engine {
   StepInFlight start_ahead(Lane *lane, const StepInFlight &step);
   void complete(Lane *lane, const StepInFlight &step, const std::vector<Sampled> &chosen);
   std::vector<SampleRow> sample_rows(const std::vector<ScheduledRows> &rows);
+  double decode_wait_s(const Lane &lane) const;
+  void note_gap(Request *request, bool wants_mask, double now_s);
   void seat(DecodeMode mode, const Schedule &schedule);
   bool compute(Lane *lane, const Schedule &schedule);
   void end_exhausted(const Lane &lane, const Sequence &sequence);
@@ -167,6 +170,7 @@ class Engine {
   void finish(uint64_t request_id, Status status, const std::string &message,
               const Error::Details &details = {});
   void give_back(Request *request);
+  void note_freed_seat(const Lane &lane);
   void fail(const std::string &message);
   void publish();
 
@@ -189,7 +193,9 @@ class Engine {
   double timer_s_ = 0;           // when there will be something to do without anybody asking
   size_t num_masks_wanted_ = 0;  // by the tokens of the last step
   double step_end_s_ = 0;
-  EngineStats totals_;  // counters
+  EngineStats totals_;          // counters
+  double seat_freed_s_ = -1;    // when a seat last became free while others waited for one
+  double seat_interval_s_ = 0;  // between two such moments, of late
 
   // Between callers and the loop.
   mutable std::mutex inbox_mutex_;
@@ -208,6 +214,7 @@ class Engine {
 
   mutable std::mutex snapshot_mutex_;
   EngineStats snapshot_;
+  Backlog backlogs_[3];  // by DecodeMode; with what is in the inbox left out
 
   mutable std::mutex
       slots_mutex_;  // may be taken with inbox_mutex_ held, never the other way round

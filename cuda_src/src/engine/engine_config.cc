@@ -44,6 +44,12 @@ int32_t validate(const EngineConfig &config, const ModelConfig &model) {
   check_range("max_slots", config.max_slots, 1, 1024);
   check_range("prefill_chunk", config.prefill_chunk, 1, 8192);
   check_range("max_queue", config.max_queue, 0, 1 << 20);
+  if (!(config.max_token_gap_s >= 0 && config.max_token_gap_s <= 3600)) {
+    throw Error(
+        Status::kInvalidArgument,
+        "max_token_gap_s: expected 0 to 3600, found " + std::to_string(config.max_token_gap_s),
+        {{"field", "max_token_gap_s"}});
+  }
   const int32_t size = config.block_size;
   if (size != 16 && size != 32 && size != 64 && size != 128) {
     throw Error(Status::kInvalidArgument,

@@ -27,6 +27,7 @@ struct EngineConfig {
   int32_t max_queue = 256;
   uint64_t kv_memory = 0;  // 0: auto
   bool use_prefix_cache = true;
+  double max_token_gap_s = 0.2;                  // 0: no bound
   std::function<void(const std::string &)> log;  // may be empty
 };
 

@@ -137,6 +137,7 @@ Request::Request(RequestKind kind, RequestOptions options, DecodeMode decode_mod
       stop_checker_(options_.stop_strings),
       submitted_s_(now_s) {
   sequence.priority = options_.priority;
+  sequence.tenant = options_.tenant;
   sequence.cache_salt = std::move(options_.cache_salt);
   sequence.bypasses_cache = options_.bypasses_cache;
   sequence.num_prompt = static_cast<int>(options_.prompt.size());

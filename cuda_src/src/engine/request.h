@@ -42,6 +42,7 @@ struct RequestOptions {
   bool is_constrained = false;
   std::string cache_salt;
   bool bypasses_cache = false;
+  uint64_t tenant = 0;
   bool wants_logits = false;  // for step calls: the logits of each token, in its event
 };
 
@@ -120,6 +121,9 @@ class Request {
   uint64_t epoch = 0;                   // of its seat
   int num_prefill_reported = 0;         // prompt tokens in the last prefill event
   std::optional<uint64_t> cancel_step;  // steps done when it was cancelled
+  // When it chose its last token; -1 where what comes next is not measured against it: the first
+  // token, and what comes after a preemption or a wait for a mask.
+  double last_token_s = -1;
 
  private:
   Event make_event(EventKind kind) const;

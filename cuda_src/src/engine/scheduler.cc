@@ -1,6 +1,7 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "base/error.h"
 
@@ -47,7 +48,14 @@ void Scheduler::add(Sequence *sequence) {
     return;
   }
   sequence->state = SequenceState::kWaiting;
+  give_place(sequence);
   insert_by_seniority(&waiting_, sequence);
+}
+
+// Behind its tenant's last one, or where the queue is now.
+void Scheduler::give_place(Sequence *sequence) {
+  uint64_t &last = last_place_[{sequence->priority, sequence->tenant}];
+  last = sequence->place = std::max(last + 1, place_[sequence->priority]);
 }
 
 void Scheduler::start_pinned(Sequence *sequence) {
@@ -63,10 +71,11 @@ void Scheduler::start_pinned(Sequence *sequence) {
   insert_by_seniority(&running_, sequence);
 }
 
-const Schedule &Scheduler::schedule(int num_free_slots) {
+const Schedule &Scheduler::schedule(int num_free_slots, int num_prefill_rows) {
   schedule_.clear();
   admit(num_free_slots);
   int budget = config_.prefill_chunk;
+  if (num_prefill_rows >= 0) budget = std::min(budget, num_prefill_rows);
   if (config_.max_step_sequences == 1) {
     schedule_turn(&budget);
   } else {
@@ -147,6 +156,13 @@ void Scheduler::admit(int num_free_slots) {
     sequence->state = SequenceState::kRunning;
     schedule_.admitted.push_back(sequence);
     ++num_running;
+    uint64_t &place = place_[sequence->priority];
+    place = std::max(place, sequence->place);
+    // Tenants that the queue has passed begin anew.
+    for (auto entry = last_place_.begin(); entry != last_place_.end();) {
+      const bool is_passed = entry->first.first == sequence->priority && entry->second < place;
+      entry = is_passed ? last_place_.erase(entry) : std::next(entry);
+    }
   }
 }
 

@@ -30,6 +30,8 @@ struct Sequence {
 
   uint64_t id = 0;               // > 0; rises with the order of arrival
   int32_t priority = 0;          // larger goes first
+  uint64_t tenant = 0;           // whose it is: tenants take turns in the queue
+  uint64_t place = 0;            // in the queue, from the scheduler: its tenant's turn
   bool is_pinned = false;        // runs in an owned slot: before all others, never preempted
   bool is_prefill_only = false;  // computes all but its last token, and chooses none
   bool is_held = false;          // may not choose its next token yet: its last one waits
@@ -73,10 +75,12 @@ struct Sequence {
   }
 };
 
-// Whether a is served before b: owned slots first, then by priority, then by arrival.
+// Whether a is served before b: owned slots first, then by priority, then by their tenants' turns,
+// then by arrival.
 inline bool is_senior(const Sequence &a, const Sequence &b) {
   if (a.is_pinned != b.is_pinned) return a.is_pinned;
-  return a.priority != b.priority ? a.priority > b.priority : a.id < b.id;
+  if (a.priority != b.priority) return a.priority > b.priority;
+  return a.place != b.place ? a.place < b.place : a.id < b.id;
 }
 
 }  // namespace xllm

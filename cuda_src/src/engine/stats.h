@@ -19,6 +19,8 @@ struct EngineStats {
   uint32_t cancel_steps_max = 0;
   uint64_t workspace_bytes = 0;
   bool is_draining = false, has_failed = false;
+  double token_gap_bound_s = 0, token_gap_max_s = 0;
+  double prefill_tokens_per_s = 0;
 };
 
 }  // namespace xllm

@@ -21,6 +21,7 @@ def engine_config(config: ServeConfig, *, log_fd: int | None = None) -> EngineCo
         num_threads=config.threads,
         device_index=config.device,
         kv_memory=config.kv_memory,
+        max_token_gap_s=config.max_token_gap,
         memory_limit=config.memory_limit,
         instruction_set=config.instruction_set,
         log_fd=log_fd,

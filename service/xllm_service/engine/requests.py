@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,21 +16,24 @@ from xllm_service.validation import DecodeChoices
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """How a prompt uses the prefix cache.
+    """Whose a prompt is, and how it uses the prefix cache.
 
     Attributes:
         salt: only prompts of equal salt share blocks.
         bypass: neither read from the cache nor leave anything in it.
+        tenant: whose prompt it is; tenants take turns in the queue.
     """
 
     salt: bytes = b""
     bypass: bool = False
+    tenant: int = 0
 
     @classmethod
     def of(cls, principal: str, salt: str, bypass: bool) -> CacheUse:
         """Return that of one caller: what one principal has sent is never told to another, whatever salts they use."""
         owner = principal.encode()
-        return cls(b"%d:%b:%b" % (len(owner), owner, salt.encode()), bypass)
+        tenant = int.from_bytes(hashlib.sha256(owner).digest()[:8], "big")
+        return cls(b"%d:%b:%b" % (len(owner), owner, salt.encode()), bypass, tenant)
 
 
 def core_request(
@@ -63,6 +67,7 @@ def core_request(
         cache_salt=cache.salt,
         bypass_cache=cache.bypass,
         is_constrained=choices.constrained is not None,
+        tenant=cache.tenant,
     )
 
 
