@@ -15,7 +15,7 @@ CUDA = SOURCE / "backend" / "cuda"
 # Templates that a header does not instantiate by itself.
 INSTANCES = {
     "gemv.cuh": ("gemv_kernel", "MatmulArgs", ["1", "4", "8"]),
-    "attention.cuh": ("attention_kernel", "AttentionArgs", ["64, false, false", "128, true, true"]),
+    "attention.cuh": ("attention_kernel", "AttentionArgs", ["64, 1, false", "128, 2, true"]),
     "embed.cuh": ("embed_kernel", "EmbedArgs", ["4"]),
 }
 

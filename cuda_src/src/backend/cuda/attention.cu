@@ -13,18 +13,16 @@ namespace {
 
 using AttentionKernel = void (*)(AttentionArgs);
 
-template <int kHeadDim>
-AttentionKernel tiled_kernel_of(bool is_high, bool finishes) {
-  if (finishes)
-    return is_high ? attention_kernel<kHeadDim, true, true>
-                   : attention_kernel<kHeadDim, false, true>;
-  return is_high ? attention_kernel<kHeadDim, true, false>
-                 : attention_kernel<kHeadDim, false, false>;
+template <int kHeadDim, int kGroups>
+AttentionKernel tiled_kernel_of(bool finishes) {
+  return finishes ? attention_kernel<kHeadDim, kGroups, true>
+                  : attention_kernel<kHeadDim, kGroups, false>;
 }
 
-AttentionKernel tiled_kernel(int head_dim, bool is_high, bool finishes) {
-  return head_dim == 64 ? tiled_kernel_of<64>(is_high, finishes)
-                        : tiled_kernel_of<128>(is_high, finishes);
+AttentionKernel tiled_kernel(int head_dim, int groups, bool finishes) {
+  if (head_dim == 64)
+    return groups == 1 ? tiled_kernel_of<64, 1>(finishes) : tiled_kernel_of<64, 2>(finishes);
+  return groups == 1 ? tiled_kernel_of<128, 1>(finishes) : tiled_kernel_of<128, 2>(finishes);
 }
 
 bool is_tiled_attention(const ModelDims &dims, const KvView &kv) {
@@ -32,6 +30,20 @@ bool is_tiled_attention(const ModelDims &dims, const KvView &kv) {
 }
 
 }  // namespace
+
+void prepare_attention() {
+  for (const int head_dim : {64, 128}) {
+    for (const int groups : {1, 2}) {
+      for (const bool finishes : {false, true}) {
+        check(cudaFuncSetAttribute(
+                  reinterpret_cast<const void *>(tiled_kernel(head_dim, groups, finishes)),
+                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                  attention_shared_bytes(head_dim, groups, kMaxKeyStages)),
+              "set shared memory size");
+      }
+    }
+  }
+}
 
 bool CudaBackend::finishes_rows(const CudaWorkspace &ws, const KvView &kv) const {
   return ws.is_decode && uses_graphs_ && is_tiled_attention(ws.weights->dims, kv);
@@ -64,12 +76,24 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   const int head_groups = (args.group_size + 15) / 16;
   const int grid_y = is_tiled ? dims.num_kv_heads * head_groups : dims.num_heads;
   if (!is_tiled) args.out = ws.attention_out.data<float>();
-  const bool is_high = args.group_size > 8;
+  const int groups = args.group_size > 8 ? 2 : 1;
   const bool finishes = finishes_rows(ws, kv);
   if (finishes) args.rows = qkv_args(ws, weights, layer, kv);
   const AttentionKernel kernel =
-      is_tiled ? tiled_kernel(dims.head_dim, is_high, finishes) : attention_any_kernel;
-  const int threads = is_tiled ? attention_warps(is_high) * kWarp : kAnyThreads;
+      is_tiled ? tiled_kernel(dims.head_dim, groups, finishes) : attention_any_kernel;
+  const int threads = is_tiled ? attention_warps(groups) * kWarp : kAnyThreads;
+  const int block_size = kv.layout.block_size;
+  args.block_shift = -1;
+  for (int shift = 0; shift < 20; ++shift) {
+    if (block_size == 1 << shift) args.block_shift = shift;
+  }
+  args.num_stages = device_.attention_stages;
+  if (args.num_stages == 0) {
+    // As much in flight as there is room for where a CTA has an SM to itself; else more CTAs.
+    const int64_t num_ctas = int64_t{ws.num_rows} * grid_y * ws.max_splits;
+    args.num_stages = num_ctas <= device_.num_sms ? 2 : 1;
+  }
+  const int shared = is_tiled ? attention_shared_bytes(dims.head_dim, groups, args.num_stages) : 0;
   // Rows take turns where the partial results of all of them would not fit.
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
   const int rows_at_once =
@@ -80,7 +104,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
     launch_kernel(launch(), "attention", kernel,
                   dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y),
                        static_cast<unsigned>(count)),
-                  static_cast<unsigned>(threads), 0, args);
+                  static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
   }
   if (!is_tiled) {
     launch_kernel(launch(), "quantize_rows", quantize_rows_kernel,

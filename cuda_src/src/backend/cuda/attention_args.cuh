@@ -21,6 +21,8 @@ struct AttentionArgs {
   int num_heads, group_size, head_dim;
   float scale;
   int window;             // 0: all
+  int block_shift;        // log2 of the block size, or -1
+  int num_stages;         // of the ring of keys, at most kMaxKeyStages; speed only
   float *partial_out;     // [rows of the launch, num_heads, gridDim.x, head_dim] sum of e^(s - m) v
   float2 *partial_stats;  // [rows of the launch, num_heads, gridDim.x] m, sum of e^(s - m)
   int *counters;          // [rows of the launch, gridDim.y], zero before and after

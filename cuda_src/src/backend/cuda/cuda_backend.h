@@ -13,6 +13,9 @@
 
 namespace xllm::cuda {
 
+// Opts the attention kernels in to the shared memory they use; once per device.
+void prepare_attention();
+
 class CudaBackend : public Backend {
  public:
   // Throws Error(kDevice) where there is no such device or the library was not compiled for it.

@@ -68,6 +68,20 @@ __device__ __forceinline__ void copy_async_8(void *shared, const void *global) {
 #endif
 }
 
+// copy_async_16, or 16 bytes of zeros where has_source is false; `global` is readable either way.
+__device__ __forceinline__ void copy_async_16_or_zero(void *shared, const void *global,
+                                                      bool has_source) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(global),
+               "r"(has_source ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4 *>(shared) =
+      has_source ? *static_cast<const uint4 *>(global) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -177,6 +191,65 @@ __device__ __forceinline__ void mma_f16_k16(float (&d)[4], const uint32_t (&a)[4
       d[3] = __fmaf_rn(r1.y, c1.y, __fmaf_rn(r1.x, c1.x, d[3]));
     }
   }
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit elements from shared memory: lane l brings the address of row l % 8
+// of matrix l / 8, 16 bytes each, and lane 4g + t receives of matrix i row g, columns 2t and 2t +
+// 1, in r[i].
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void *row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+#else
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto from = reinterpret_cast<const uint32_t *>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row), 8 * i + (lane >> 2)));
+    r[i] = from[lane & 3];
+  }
+#endif
+}
+
+// The same, each matrix transposed: column g, rows 2t and 2t + 1.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void *row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+#else
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto mine = reinterpret_cast<unsigned long long>(row);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int source = 8 * i + 2 * (lane & 3);
+    const auto low =
+        reinterpret_cast<const unsigned short *>(__shfl_sync(0xffffffffu, mine, source));
+    const auto high =
+        reinterpret_cast<const unsigned short *>(__shfl_sync(0xffffffffu, mine, source + 1));
+    r[i] = low[lane >> 2] | static_cast<uint32_t>(high[lane >> 2]) << 16;
+  }
+#endif
+}
+
+// An 8 x 8 matrix of 16-bit elements across the warp, transposed: from row g, columns 2t and 2t + 1
+// in lane 4g + t to column g, rows 2t and 2t + 1.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+#else
+  const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
+  const uint32_t low = __shfl_sync(0xffffffffu, v, 8 * t + (g >> 1));
+  const uint32_t high = __shfl_sync(0xffffffffu, v, 8 * t + 4 + (g >> 1));
+  return __byte_perm(low, high, (g & 1) == 0 ? 0x5410 : 0x7632);
 #endif
 }
 

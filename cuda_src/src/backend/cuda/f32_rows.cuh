@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kF32Threads)
                         : head < rows.num_heads + rows.kv.num_kv_heads ? HeadKind::kKey
                                                                        : HeadKind::kValue;
   const auto factors = head_factors<kMaxHeadDim>(rows, dim, kind, rows.positions[row]);
-  finish_head<kMaxHeadDim>(rows, dim, kind, factors, x, x);
+  float v[kMaxHeadDim / kWarp];
+  finish_head<kMaxHeadDim>(rows, dim, kind, factors, x, x, v);
   float *to = nullptr;
   if (kind == HeadKind::kQuery) {
     to = args.q + (static_cast<int64_t>(row) * rows.num_heads + head) * dim;
@@ -97,7 +98,10 @@ __global__ void __launch_bounds__(kF32Threads)
     uint8_t *page = rows.kv.page(index / rows.kv.block_size, head - rows.num_heads);
     to = reinterpret_cast<float *>(page) + index % rows.kv.block_size * dim;
   }
-  for (int i = lane; i < dim; i += kWarp) to[i] = x[i];
+#pragma unroll
+  for (int k = 0; k < kMaxHeadDim / kWarp; ++k) {
+    if (lane + kWarp * k < dim) to[lane + kWarp * k] = v[k];
+  }
 }
 
 // gate = silu(gate) * up, in rows [num_tokens, 2 * num_cols] of gate, then up; grid: tokens.

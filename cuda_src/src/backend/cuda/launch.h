@@ -21,6 +21,8 @@ struct Device {
   // many CTAs an SM's shared memory is shared out. Speed only, never numbers.
   int ring_stages = 8;
   int few_ctas = 1;
+  // Tiles of keys on their way per warp of attention, 1 or 2; 0: by the grid. Speed only.
+  int attention_stages = 0;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_dependent_launch = false;

@@ -22,18 +22,21 @@ __global__ void __launch_bounds__(kQkvWarps *kWarp)
   const int position = args.positions[row];
   if (head >= num_all || position < 0) return;
   const int dim = args.head_dim;
-  float *x = heads[warp];
   const float *from = args.qkv + (static_cast<int64_t>(row) * num_all + head) * dim;
   const HeadKind kind = head < args.num_heads                          ? HeadKind::kQuery
                         : head < args.num_heads + args.kv.num_kv_heads ? HeadKind::kKey
                                                                        : HeadKind::kValue;
   const auto factors = head_factors<kMaxHeadDim>(args, dim, kind, position);
-  finish_head<kMaxHeadDim>(args, dim, kind, factors, from, x);
+  float v[kMaxHeadDim / kWarp];
+  finish_head<kMaxHeadDim>(args, dim, kind, factors, from, heads[warp], v);
   __half *to = kind == HeadKind::kQuery
                    ? args.q + (static_cast<int64_t>(row) * args.num_heads + head) * dim
                    : cache_row(args, row, head - args.num_heads, dim);
   if (to == nullptr) return;
-  for (int i = lane; i < dim; i += kWarp) to[i] = __float2half_rn(x[i]);
+#pragma unroll
+  for (int k = 0; k < kMaxHeadDim / kWarp; ++k) {
+    if (lane + kWarp * k < dim) to[lane + kWarp * k] = __float2half_rn(v[k]);
+  }
 }
 
 }  // namespace cuda
