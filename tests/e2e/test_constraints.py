@@ -185,3 +185,11 @@ async def test_each_of_several_outputs_keeps_to_it_by_itself(random_model: Path,
             assert output.finished.reason in STOPPED
             jsonschema.validate(json.loads(output.text), options["json_schema"])
         await eventually(lambda: is_idle(server))
+
+
+async def test_many_rows_share_the_workers(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path, max_slots=40) as (server, client):
+        words = [f"w{n}{'x' * (n % 5)}y" for n in range(40)]
+        calls = [client.generate_once("the", choice=[word], max_tokens=16) for word in words]
+        assert [reply.text for reply in await asyncio.gather(*calls)] == words
+        await eventually(lambda: is_idle(server))
