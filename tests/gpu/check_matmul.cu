@@ -223,7 +223,7 @@ void check_matmul(Report *report) {
   for (const DType type : kTypes) {
     const bool is_k = dtype_info(type).block_elems == 256;
     const std::pair<int64_t, int64_t> shapes[] = {
-        {100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}, {33, 8960}};
+        {100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}, {33, 8960}, {16, 28672}};
     for (const auto &[rows, cols] : shapes) {
       const HostMatrix m =
           random_matrix(type, rows, cols, 1 / std::sqrt(static_cast<double>(cols)), ++seed);

@@ -1,5 +1,5 @@
 // Products of 1 to 8 tokens without tensor cores: dp4a, every GPU. The same tiles, slices and bytes
-// as mma_small.cuh.
+// as mma_few.cuh.
 //
 // A CTA is one group of tiles, a warp one slice of K. A lane loads the 16 bytes that it would feed
 // to an mma: 8 codes of each of two rows in each of two blocks. Its partial dots, one per token,

@@ -20,7 +20,7 @@ struct Device {
   // Of the matrix kernels of few tokens: how deep a warp's ring of chunks is at most, and among how
   // many CTAs an SM's shared memory is shared out. Speed only, never numbers.
   int ring_stages = 8;
-  int few_ctas = 1;
+  int few_ctas = 2;
   // Tiles of keys on their way per warp of attention, 1 or 2; 0: by the grid. Speed only.
   int attention_stages = 0;
   // Off in tests: the kernels of older GPUs on a newer one.

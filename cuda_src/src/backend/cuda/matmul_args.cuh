@@ -80,7 +80,7 @@ struct MatmulArgs {
   int tiles_per_group;  // for kStore and kAddTo
   ActView act;
   DeferredNorm norm_in;  // of act
-  int first_token;       // a multiple of 8
+  int first_token;       // a multiple of 8; of 4, 2, 1 where fewer tokens go at once (mma_few)
   int num_tokens;        // of this launch
   int stage_bytes;       // shared memory of one ring stage of one warp (mma_few) or tile (mma_tile)
   int num_stages;

@@ -20,7 +20,8 @@ __device__ __forceinline__ void stage_acts(const MatmulArgs &args, int num_block
                                            uint8_t *scales) {
   const int thread = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
   const int64_t base =
-      static_cast<int64_t>(args.first_token / kActGroup) * args.act.num_blocks * kActGroup;
+      static_cast<int64_t>(args.first_token / kActGroup) * args.act.num_blocks * kActGroup +
+      args.first_token % kActGroup;
   const uint8_t *from_codes = reinterpret_cast<const uint8_t *>(args.act.codes) + base * kActBlock;
   const float2 *from_scales = args.act.scales + base;
   float2 *to_scales = reinterpret_cast<float2 *>(scales);
