@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # On any machine with a CUDA toolkit and a GPU: build the CUDA backend with its check, compare every kernel with float64, time decode
 # steps, and look for bad memory accesses. Usage: scripts/gpu_check.sh [OUT_DIR] [options of cuda_backend_check...]
+# Where .venv holds the package with its CUDA library (./build.sh, or a wheel), the engine is tested and measured too, with cuBLAS for the
+# per-slot mode (pip install xllm[cuda]); XLLM_PYTHON names another Python, `none` leaves it out.
 # OUT_DIR (default build/gpu-results) receives check.json, check.log, bench.json, bench.log, build.log and, where compute-sanitizer is there, sanitizer.log.
 # Environment: XLLM_CUDA_ARCHITECTURES, a CMake list (default 90a-real); XLLM_SANITIZE_S, seconds for compute-sanitizer (default 60, 0: off).
 set -uo pipefail
@@ -29,6 +31,16 @@ for part in check:repack,matmul,sample,graphs,stages,invariance bench:bandwidth,
   if [ "$result" != 0 ]; then status=$result; fi
   echo "$name: $((SECONDS - start)) s, status $result"
 done
+
+python=${XLLM_PYTHON:-.venv/bin/python}
+if [ "$python" != none ] && "$python" -c 'import cyengine, pytest' 2> /dev/null; then
+  "$python" -m pytest -q -m gpu tests/gpu tests/cyengine 2>&1 | tee "$out/tests.log"
+  result=${PIPESTATUS[0]}
+  if [ "$result" != 0 ]; then status=$result; fi
+  "$python" -m bench.gpu_engine --models build/gpu-models --json "$out/gpu_engine.json" 2>&1 | tee "$out/gpu_engine.log"
+  result=${PIPESTATUS[0]}
+  if [ "$result" != 0 ]; then status=$result; fi
+fi
 
 limit=${XLLM_SANITIZE_S:-60}
 if [ "$limit" != 0 ] && command -v compute-sanitizer > /dev/null; then

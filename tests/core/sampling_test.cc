@@ -15,6 +15,7 @@
 #include "sampling/mask.h"
 #include "sampling/params.h"
 #include "sampling/sampler.h"
+#include "sampling/weight.h"
 
 namespace xllm {
 namespace {
@@ -60,6 +61,30 @@ TEST(ExpLog, AgreeWithTheLibrary) {
     EXPECT_NEAR(log_pos(x), std::log(x), 1e-15 * std::max(1.0, std::fabs(std::log(x)))) << x;
   }
   EXPECT_EQ(log_pos(1), 0);
+}
+
+TEST(Weight, IsAnIntegerOf44Bits) {
+  EXPECT_EQ(fixed_weight(1), uint64_t{1} << 44);
+  EXPECT_EQ(fixed_weight(0.375), uint64_t{3} << 41);
+  EXPECT_EQ(fixed_weight(0), 0u);
+  EXPECT_EQ(weight_of(2, 2, 0.7), uint64_t{1} << 44);
+  EXPECT_EQ(weight_of(-kInfinity, 2, 100), 0u);
+  for (double x = 0; x < 30; x += 0.0173) {
+    const double exact = std::exp(-x) * kUnitWeight;
+    EXPECT_NEAR(static_cast<double>(fixed_weight(exp_neg(-x))), exact, 0.5 + 1e-14 * exact) << x;
+  }
+}
+
+TEST(Weight, IsScaledWithoutOverflow) {
+  __extension__ using Wide = unsigned __int128;
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 20000; ++i) {
+    const uint64_t bits = i % 7 == 0 ? ~uint64_t{0} >> (i % 64) : random();
+    const uint64_t total = i % 5 == 0 ? ~uint64_t{0} << (i % 64) : random() >> (i % 61);
+    EXPECT_EQ(scaled(bits, total), static_cast<uint64_t>(Wide{bits} * total >> 64));
+  }
+  EXPECT_EQ(scaled(~uint64_t{0}, 1000), 999u);
+  EXPECT_EQ(scaled(0, 1000), 0u);
 }
 
 TEST(Greedy, TakesTheLargestAndTheLowestIdOnATie) {

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -304,6 +304,18 @@ def test_peak_memory_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_read_bandwidth_is_one_that_memory_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xllm_service.cli.benchmark.bandwidth._BUFFER_BYTES", 64 << 20)
     assert 1e8 < read_bandwidth(1) < 1e13
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [("NVIDIA H200", None, 4.66e12), ("NVIDIA H200", 1e12, 1e12), ("NVIDIA Unheard-of", None, None)],
+)
+def test_the_read_bandwidth_of_a_gpu_is_known_or_given(name: str, given: float | None, expected: float | None) -> None:
+    engine = SteppedCore(Clock(), replace(INFO, device_kind="cuda", device_name=name))
+    sweep = rows.Sweep([1], 2, [1], [0], ["f16"], bandwidth=given)
+    machine: dict[str, Any] = {}
+    rows._describe_device(cast(LocalEngine, engine), sweep, machine)
+    assert machine.get("read_bandwidth") == expected
 
 
 # ---------------------------------------------------------------- top

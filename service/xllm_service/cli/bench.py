@@ -31,7 +31,7 @@ def bench(
         float | None,
         typer.Option(
             metavar="GB/S",
-            help="The device's read bandwidth, which the floor is made of. Default: measured on a CPU; none on a GPU.",
+            help="The device's read bandwidth, for the floor. Default: measured on a CPU, known for some GPUs.",
             show_default=False,
             min=0.001,
         ),

@@ -11,6 +11,10 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+#: Bytes per second that GPUs read, by the name that their driver gives them: as measured by `scripts/gpu_check.sh`, the
+#: best over large reads. Others need `--read-bandwidth`.
+GPU_READ_BANDWIDTH = {"NVIDIA H200": 4.66e12}
+
 _BUFFER_BYTES = 512 * 2**20  # well beyond any last-level cache
 _ROUNDS = 7
 

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xllm_service.cli.benchmark.bandwidth import read_bandwidth
+from xllm_service.cli.benchmark.bandwidth import GPU_READ_BANDWIDTH, read_bandwidth
 from xllm_service.cli.benchmark.machine import PeakMemory
 from xllm_service.cli.benchmark.measure import Cell, Sample, measure, median, percentile
 from xllm_service.cli.failures import Failure, describe
@@ -28,7 +28,7 @@ class Sweep:
     Attributes:
         caps: max_seq_len; 0 is the model's context length.
         repeat: runs per cell.
-        bandwidth: bytes per second that the device reads; None: measured, on a CPU.
+        bandwidth: bytes per second that the device reads; None: measured on a CPU, known for some GPUs.
     """
 
     prompt_tokens: Sequence[int]
@@ -176,6 +176,8 @@ def _describe_device(engine: LocalEngine, sweep: Sweep, machine: dict[str, Any])
     elif info.device_kind == "cpu":
         measured = read_bandwidth(info.num_threads)
         machine |= {"read_bandwidth": measured, "read_bandwidth_source": f"memchr, {info.num_threads} threads"}
+    elif known := GPU_READ_BANDWIDTH.get(info.device_name):
+        machine |= {"read_bandwidth": known, "read_bandwidth_source": "known for this GPU"}
 
 
 def _ms(seconds: float) -> float:
