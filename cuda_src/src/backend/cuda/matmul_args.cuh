@@ -84,8 +84,7 @@ struct MatmulArgs {
   int num_tokens;        // of this launch
   int stage_bytes;       // shared memory of one ring stage of one warp (mma_few) or tile (mma_tile)
   int num_stages;
-  int stage_chunks;     // of a stage (mma_few)
-  bool lets_next_wait;  // until the activations are here: the next kernel's first loads are many
+  int stage_chunks;  // of a stage (mma_few)
   int epilogue;
   float *out;  // [token, out_stride] f32
   int64_t out_stride;

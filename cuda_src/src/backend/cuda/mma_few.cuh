@@ -7,14 +7,15 @@
 // by a warp per token while the other warps are at the next group.
 //
 // The N of an mma is 8 columns, and kTokens may be fewer. The columns left over hold other blocks
-// of the same chunk: the activations of a block stand in its columns and zeros in the others, so
-// that after a few mmas into the same registers every lane holds dots of its own to scale and add:
-//   kTokens   column of block 2c + p, token m    accumulators      a lane owns
-//   1         2c + p                             one               chain t
-//   2         2c + m                             one for each p    chain t, tokens 0 and 1
-//   4         4 (c % 2) + m                      (p, c / 2)        chains t / 2 and 2 + t / 2,
-//   tokens 2 (t % 2).. 8         m                                  (p, c)            four chains,
-//   tokens 2t..
+// of the same chunk, so that every lane holds dots of its own to scale and add. With 2 and 4 tokens
+// the activations of a block stand in its columns and zeros in the others, and a few mmas go into
+// the same registers; with 1 every column holds its block in every mma, and a lane keeps the dots
+// of the mma whose block its columns hold.
+//   tokens  column of block 2c + p, token m  a lane owns
+//   1       2c + p                           chain t
+//   2       2c + m                           chain t, tokens 0 and 1
+//   4       4 (c % 2) + m                    chains t / 2 and 2 + t / 2, 2 tokens from 2 (t % 2)
+//   8       m                                four chains, tokens 2t and 2t + 1
 // of rows g and g + 8 (lane = 4g + t), which is what the four chains of the canonical order
 // (matmul_args.cuh) are for.
 //
@@ -466,10 +467,9 @@ __global__ void __launch_bounds__(FewLayout<kTokens>::kMaxWarps *kWarp,
   // What the first group needs that no kernel writes, too.
   int iteration = 0, token = plan.warp, group = static_cast<int>(blockIdx.x);
   GroupOutputs before = output_place(args, group);
-  if (!args.lets_next_wait) let_next_kernel_start();
+  let_next_kernel_start();
   wait_for_previous_kernel();
   stage_acts<kTokens>(args, num_blocks, codes, scales);  // a barrier of the whole CTA, too
-  if (args.lets_next_wait) let_next_kernel_start();
 
   const int slice_floats = kTokens * few_token_stride(kTokens);
   for (; group < args.num_groups; group += static_cast<int>(gridDim.x), ++iteration) {
