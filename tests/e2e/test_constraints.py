@@ -193,3 +193,25 @@ async def test_many_rows_share_the_workers(random_model: Path, tmp_path: Path) -
         calls = [client.generate_once("the", choice=[word], max_tokens=16) for word in words]
         assert [reply.text for reply in await asyncio.gather(*calls)] == words
         await eventually(lambda: is_idle(server))
+
+
+async def test_decodes_of_slots_are_constrained_and_go_on_from_there(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path, decode_mode="auto") as (server, client):
+        slots = [await client.acquire_slot(decode_mode=DecodeMode.BATCHED) for _ in range(2)]
+        for slot in slots:
+            await slot.prefill("the")
+        for words in (["red", "blue"], ["x1", "x22"]):
+            outputs = (await client.decode_batch(slots, choice=words, temperature=1.0, seed=4).result()).outputs
+            assert all(output.text in words for output in outputs)
+            assert all(output.finished.reason in STOPPED for output in outputs)
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.decode_batch(slots, regex="(a").result()
+        assert caught.value.reason == "INVALID_CONSTRAINT"
+        assert caught.value.field_violations[0].field == "entries[0].options.constraint.regex"
+        lone = await client.acquire_slot(decode_mode=DecodeMode.PER_SLOT)
+        await lone.prefill("the")
+        reply = await lone.decode(regex="[0-9]{2}", max_tokens=8).result()
+        assert re.fullmatch("[0-9]{2}", reply.text)
+        for slot in (*slots, lone):
+            await slot.release()
+        await eventually(lambda: is_idle(server))
