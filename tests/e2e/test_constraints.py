@@ -88,23 +88,39 @@ async def test_slots_are_constrained_too_and_stay_ready(random_model: Path, tmp_
         await eventually(lambda: is_idle(server))
 
 
-async def test_thinking_is_free_and_the_answer_is_not(tmp_path: Path) -> None:
-    said = "so. 1</think>A"
-    chain = [3 + ord("\n"), *(3 + byte for byte in said.encode()), 3 + ord("B")]
-    path = tmp_path / "thinking.gguf"
+def thinking_model(folder: Path, said: str, then: int) -> Path:
+    """A model that says a text, in which no byte occurs twice, inside a reasoning section, and a token after it."""
+    chain = [3 + ord("\n"), *(3 + byte for byte in said.encode()), then]
+    path = folder / "thinking.gguf"
     template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
     script = dict(itertools.pairwise(chain))
     make_tiny_gguf(
         path, tied=False, dtype="f32", hidden_size=256, next_token=script, next_default=2, chat_template=template
     )
+    return path
+
+
+ASK = [{"role": "user", "content": "?"}]
+
+
+async def test_thinking_is_free_and_the_answer_is_not(tmp_path: Path) -> None:
+    path = thinking_model(tmp_path, "so. 1</think>A", 3 + ord("B"))
     async with serving(path, tmp_path) as (_, client):
-        reply = await client.chat_once([{"role": "user", "content": "?"}], regex="A[0-9]")
+        reply = await client.chat_once(ASK, regex="A[0-9]")
         (output,) = reply.outputs
         assert output.reasoning_text == "so. 1"
         assert re.fullmatch("A[0-9]", output.text)
-        # An end inside the thinking is not one: the answer would be missing.
-        plain = await client.chat_once([{"role": "user", "content": "?"}])
+        plain = await client.chat_once(ASK)
         assert plain.outputs[0].text.startswith("AB")
+
+
+async def test_an_end_inside_the_thinking_is_none_as_the_answer_would_be_missing(tmp_path: Path) -> None:
+    path = thinking_model(tmp_path, "so. 1", 2)
+    async with serving(path, tmp_path) as (_, client):
+        assert (await client.chat_once(ASK)).outputs[0].finished.reason == generation_pb2.FINISH_REASON_EOS
+        reply = await client.chat_once(ASK, regex="A[0-9]", max_tokens=12)
+        assert reply.outputs[0].finished.reason == generation_pb2.FINISH_REASON_MAX_TOKENS
+        assert reply.outputs[0].reasoning_text.startswith("so. 1") and reply.text == ""
 
 
 async def test_neighbours_have_the_bytes_that_they_have_alone(random_model: Path, tmp_path: Path) -> None:
