@@ -269,7 +269,7 @@ TEST_P(TypeTest, BothFormsMatchFloat64) {
   const std::vector<double> expected = model.reference(prompt);
   Runner raw(model, RunOptions());
   EXPECT_LT(relative_error(raw.logits({prompt})[0], expected),
-            testing::is_plain_float(GetParam()) ? 2e-3 : 3e-2);
+            testing::is_plain_float(GetParam()) ? 2e-3 : 2e-2);
   RunOptions run;
   run.form = WeightForm::kDequantized;
   run.kv_type = KvType::kF32;

@@ -24,7 +24,9 @@ namespace {
 using cpu::Activations;
 using cpu::ActRow;
 using cpu::HostAllocator;
+using cpu::is_fine_layer;
 using cpu::Kernels;
+using cpu::Precision;
 using testing::all_dtypes;
 using testing::all_samples;
 using testing::make_rows;
@@ -56,10 +58,10 @@ class ActBatch {
       const float amplitude = t % 5 == 3 ? 4000.0f : 0.5f + static_cast<float>(t);
       for (int i = 0; i < cols; ++i)
         act_.f(t)[i] = t % 7 == 2 && i / 32 % 2 == 0 ? 0.0f : amplitude * random.normal();
-      act_.quantize(kernels, t);
+      act_.quantize(kernels, Precision::kFine, t);
     }
   }
-  ActRow row(int t) const { return act_.row(t); }
+  ActRow row(int t, int plane = 0) const { return act_.row(t, plane); }
 
  private:
   HostAllocator allocator_;
@@ -173,17 +175,18 @@ TEST_P(DotTest, ARowDoesNotDependOnItsNeighbours) {
 // The same product of interleaved rows, every sixteen in their tiles.
 std::vector<float> dot_interleaved(const Kernels &kernels, DType dtype,
                                    const std::vector<uint8_t> &weights, int rows, int cols,
-                                   const std::vector<ActRow> &acts) {
+                                   const std::vector<ActRow> &acts, int num_planes = 1) {
   const uint64_t row_bytes = dtype_bytes(dtype, static_cast<uint64_t>(cols));
   std::vector<uint8_t> tiles(cpu::interleaved_bytes(rows, row_bytes), 0xee);
   for (int r = 0; r < rows; r += cpu::kInterleavedRows) {
-    const auto at = static_cast<size_t>(r) * row_bytes;
-    cpu::interleave_rows(dtype, weights.data() + at, row_bytes,
-                         std::min(cpu::kInterleavedRows, rows - r), cols, tiles.data() + at);
+    cpu::interleave_rows(dtype, weights.data() + static_cast<size_t>(r) * row_bytes, row_bytes,
+                         std::min(cpu::kInterleavedRows, rows - r), cols,
+                         tiles.data() + static_cast<size_t>(r) * row_bytes);
   }
-  std::vector<float> out(static_cast<size_t>(rows) * acts.size(), NAN);
-  kernels.tiles[static_cast<int>(dtype)](tiles.data(), row_bytes, rows, acts.data(),
-                                         static_cast<int>(acts.size()), cols, out.data(), rows);
+  const int num_tokens = static_cast<int>(acts.size()) / num_planes;
+  std::vector<float> out(static_cast<size_t>(rows * num_tokens), NAN);
+  kernels.tiles[static_cast<int>(dtype)](tiles.data(), row_bytes, rows, acts.data(), num_tokens,
+                                         num_planes, cols, out.data(), rows);
   return out;
 }
 
@@ -197,7 +200,7 @@ TEST_P(DotTest, InterleavedRowsGiveTheBytesOfTheScalarOne) {
     if (!cpu::can_interleave(dtype)) continue;
     for (const Sample sample : all_samples()) {
       for (const int rows : {1, 7, 8, 9, 16, 40}) {
-        const int cols = 768;
+        const int cols = rows == 40 ? 1536 : 768;  // an even and an odd number of blocks
         const std::vector<uint8_t> weights = make_rows(dtype, rows, cols, sample, 3);
         const ActBatch batch(*kernels[0], 21, cols, 17);
         for (const int count : {1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 21}) {
@@ -214,6 +217,40 @@ TEST_P(DotTest, InterleavedRowsGiveTheBytesOfTheScalarOne) {
                 << " token " << t << " of " << count;
           }
         }
+      }
+    }
+  }
+}
+
+TEST_P(DotTest, TheTwoPlanesOfATokenAreAdded) {
+  const DType dtype = GetParam();
+  if (!cpu::can_interleave(dtype)) return;
+  const std::vector<const Kernels *> kernels = all_kernels();
+  const int rows = 23, cols = 768;
+  const std::vector<uint8_t> weights = make_rows(dtype, rows, cols, Sample::kRandom, 3);
+  const ActBatch batch(*kernels[0], 11, cols, 17);
+  const auto product_of = [&](ActRow act) {
+    std::vector<float> out(static_cast<size_t>(rows));
+    kernels[0]->dots[static_cast<int>(dtype)](weights.data(),
+                                              dtype_bytes(dtype, static_cast<uint64_t>(cols)), rows,
+                                              &act, 1, cols, out.data(), rows);
+    return out;
+  };
+  for (const Kernels *other : kernels) {
+    if (other->tiles[static_cast<int>(dtype)] == nullptr) continue;
+    for (const int count : {1, 2, 3, 4, 5, 7, 8, 11}) {
+      std::vector<ActRow> acts;
+      for (int t = 0; t < count; ++t) {
+        for (const int plane : {0, 1}) acts.push_back(batch.row(t, plane));
+      }
+      const std::vector<float> found = dot_interleaved(*other, dtype, weights, rows, cols, acts, 2);
+      for (int t = 0; t < count; ++t) {
+        std::vector<float> truth = product_of(batch.row(t));
+        const std::vector<float> second = product_of(batch.row(t, 1));
+        kernels[0]->add(truth.data(), second.data(), rows);
+        ASSERT_EQ(0,
+                  std::memcmp(truth.data(), found.data() + t * rows, truth.size() * sizeof(float)))
+            << other->name << " token " << t << " of " << count;
       }
     }
   }
@@ -237,7 +274,7 @@ TEST_P(DotTest, ExtremeCodesDoNotOverflow) {
     Activations act;
     act.reserve(&allocator, 1, cols);
     for (int i = 0; i < cols; ++i) act.f(0)[i] = pattern < 2 ? 1.0f : i % 2 == 0 ? -1.0f : 1.0f;
-    act.quantize(*kernels[0], 0);
+    act.quantize(*kernels[0], Precision::kInt8, 0);
     const ActRow row = act.row(0);
     std::vector<float> truth(static_cast<size_t>(rows)), other(static_cast<size_t>(rows));
     const uint64_t row_bytes = dtype_bytes(dtype, static_cast<uint64_t>(cols));
@@ -284,6 +321,40 @@ TEST(DequantTest, GivesTheBytesOfTheReference) {
     cpu::dequantize_row(expected.dtype, row.data(), cols, values.data());
     EXPECT_EQ(fnv1a(values), expected.hash) << dtype_info(expected.dtype).name;
   }
+}
+
+// ---- activations ----
+
+// What the second plane leaves is a 254th of what the first one leaves, in every set alike.
+TEST(ActivationsTest, TheSecondPlaneHoldsWhatTheFirstLeft) {
+  const int cols = 576, tokens = 8;
+  const std::vector<const Kernels *> kernels = all_kernels();
+  const ActBatch truth(*kernels[0], tokens, cols, 31);
+  for (const Kernels *k : kernels) {
+    const ActBatch batch(*k, tokens, cols, 31);
+    for (int t = 0; t < tokens; ++t) {
+      const ActRow high = batch.row(t), low = batch.row(t, 1);
+      for (int i = 0; i < cols; ++i) {
+        const int b = i / 32;
+        ASSERT_EQ(low.q[i], truth.row(t, 1).q[i]) << k->name;
+        ASSERT_EQ(float_bits(low.d[b]), float_bits(truth.row(t, 1).d[b])) << k->name;
+        const double first = double{high.f[i]} - double{high.d[b]} * high.q[i];
+        const double second = first - double{low.d[b]} * low.q[i];
+        ASSERT_LE(std::fabs(first), 0.501 * high.d[b]);
+        ASSERT_LE(std::fabs(second), 0.502 / 254 * high.d[b]);
+      }
+    }
+  }
+}
+
+TEST(ActivationsTest, FirstAndLastEighthOfTheLayersAreFine) {
+  std::vector<int> fine;
+  for (int layer = 0; layer < 28; ++layer) {
+    if (is_fine_layer(layer, 28)) fine.push_back(layer);
+  }
+  EXPECT_EQ(fine, (std::vector<int>{0, 1, 2, 25, 26, 27}));
+  EXPECT_TRUE(is_fine_layer(0, 1));
+  EXPECT_FALSE(is_fine_layer(1, 3));
 }
 
 // ---- row functions ----

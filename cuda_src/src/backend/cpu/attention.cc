@@ -203,14 +203,14 @@ void CpuBackend::attention(Workspace &ws_base, const WeightSet &weights_base, in
       attend_piece(in, piece, ws.thread_scratch(thread));
       if (weights.form() != WeightForm::kRaw || dims.head_dim % 32 != 0) return;
       for (int row = piece.first_row; row < piece.first_row + piece.num_rows; ++row) {
-        ws.attn_act().quantize(*kernels_, row, piece.kv_head * group * dims.head_dim,
-                               group * dims.head_dim);
+        ws.attn_act().quantize(*kernels_, Precision::kFine, row,
+                               piece.kv_head * group * dims.head_dim, group * dims.head_dim);
       }
     });
   }
   if (weights.form() == WeightForm::kRaw && (spreads || dims.head_dim % 32 != 0)) {
     pool_.parallel_for(batch.num_tokens(), [&](int64_t row, int) {
-      ws.attn_act().quantize(*kernels_, static_cast<int>(row));
+      ws.attn_act().quantize(*kernels_, Precision::kFine, static_cast<int>(row));
     });
   }
   ws.last_act = &ws.attn_act();

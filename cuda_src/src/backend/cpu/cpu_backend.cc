@@ -68,21 +68,23 @@ std::unique_ptr<Workspace> CpuBackend::make_workspace(const WeightSet &weights, 
   return std::make_unique<CpuWorkspace>(as_cpu(weights).dims(), &allocator_, pool_.num_threads());
 }
 
-void CpuBackend::normalize(CpuWorkspace &ws, const CpuWeights &weights, const Vector &norm) {
+void CpuBackend::normalize(CpuWorkspace &ws, const CpuWeights &weights, const Vector &norm,
+                           Precision next) {
   const ModelDims &dims = weights.dims();
   Activations &act = ws.hidden_act();
   pool_.parallel_for(ws.num_tokens(), [&](int64_t t, int) {
     const int token = static_cast<int>(t);
     kernels_->rms_norm(ws.x(token), norm.data(), dims.hidden_size, dims.rms_eps, act.f(token));
-    if (weights.form() == WeightForm::kRaw) act.quantize(*kernels_, token);
+    if (weights.form() == WeightForm::kRaw) act.quantize(*kernels_, next, token);
   });
   ws.last_act = &act;
 }
 
 void CpuBackend::add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix,
-                             const Vector &bias, const Activations &act, const Vector &norm) {
+                             const Vector &bias, const Activations &act, Precision precision,
+                             const Vector &norm, Precision next) {
   const Product product = {&matrix, ws.sum(0), weights.dims().hidden_size};
-  multiply(pool_, *kernels_, &product, 1, act, nullptr, ws.num_tokens(),
+  multiply(pool_, *kernels_, &product, 1, act, nullptr, ws.num_tokens(), precision,
            [&](int, int first_row, int num_rows, int first_token, int num_tokens) {
              for (int t = first_token; t < first_token + num_tokens; ++t) {
                float *sum = ws.sum(t) + first_row;
@@ -90,7 +92,7 @@ void CpuBackend::add_product(CpuWorkspace &ws, const CpuWeights &weights, const 
                kernels_->add(ws.x(t) + first_row, sum, num_rows);
              }
            });
-  normalize(ws, weights, norm);
+  normalize(ws, weights, norm, next);
 }
 
 const float *CpuBackend::host_logits(Workspace &ws) { return as_cpu(ws).logits(0); }

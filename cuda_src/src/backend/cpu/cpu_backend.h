@@ -45,11 +45,12 @@ class CpuBackend : public Backend {
   void read_tap(Workspace &ws, Tap tap, std::vector<float> *out) override;
 
  private:
-  // act = Q(rms_norm(x)) of every row, for the next product.
-  void normalize(CpuWorkspace &ws, const CpuWeights &weights, const Vector &norm);
+  // act = Q(rms_norm(x)) of every row, as finely as the next product reads it.
+  void normalize(CpuWorkspace &ws, const CpuWeights &weights, const Vector &norm, Precision next);
   // x += act * w (+ bias), then normalize.
   void add_product(CpuWorkspace &ws, const CpuWeights &weights, const Matrix &matrix,
-                   const Vector &bias, const Activations &act, const Vector &norm);
+                   const Vector &bias, const Activations &act, Precision precision,
+                   const Vector &norm, Precision next);
 
   // Attention of few rows over long contexts: splits are spread over the threads, their parts kept
   // in num_floats floats of the workspace.

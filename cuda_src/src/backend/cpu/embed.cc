@@ -41,7 +41,7 @@ void CpuBackend::embed(Workspace &ws_base, const WeightSet &weights_base,
                    ws.x(token));
     combine_tables(weights.dims().rope, batch.positions[row], ws.cos_sin(token));
   });
-  normalize(ws, weights, weights.layer(0).attn_norm);
+  normalize(ws, weights, weights.layer(0).attn_norm, Precision::kFine);
 }
 
 }  // namespace xllm::cpu

@@ -24,6 +24,8 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
   const Layer &layer = weights.layer(layer_index);
   Activations &h = ws.ffn_act();
   const int num_tokens = batch.num_tokens();
+  const Precision precision =
+      is_fine_layer(layer_index, dims.num_layers) ? Precision::kFine : Precision::kInt8;
   const bool is_raw = weights.form() == WeightForm::kRaw;
 
   // A chunk owns the same rows of gate and up, whole quantised blocks of h, and finishes them while
@@ -39,20 +41,20 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
     const int count = std::min(chunk_tokens, num_tokens - first_token);
     float *gate = ws.thread_scratch(thread), *up = gate + kFfnValues;
     multiply_chunk(*kernels_, layer.gate, first_row, num_rows, ws.hidden_act(), nullptr,
-                   first_token, count, gate, chunk_rows);
+                   first_token, count, Precision::kInt8, gate, chunk_rows);
     multiply_chunk(*kernels_, layer.up, first_row, num_rows, ws.hidden_act(), nullptr, first_token,
-                   count, up, chunk_rows);
+                   count, Precision::kInt8, up, chunk_rows);
     for (int t = 0; t < count; ++t) {
       const int token = first_token + t, at = t * chunk_rows;
       kernels_->silu_mul(gate + at, up + at, num_rows, h.f(token) + first_row);
-      if (is_raw) h.quantize(*kernels_, token, first_row, num_rows);
+      if (is_raw) h.quantize(*kernels_, precision, token, first_row, num_rows);
     }
   });
 
   const bool is_last = layer_index + 1 == dims.num_layers;
   const Vector &next_norm =
       is_last ? weights.output_norm() : weights.layer(layer_index + 1).attn_norm;
-  add_product(ws, weights, layer.down, {}, h, next_norm);
+  add_product(ws, weights, layer.down, {}, h, precision, next_norm, Precision::kFine);
 }
 
 }  // namespace xllm::cpu

@@ -10,7 +10,7 @@ void CpuBackend::head(Workspace &ws_base, const WeightSet &weights_base,
   const CpuWeights &weights = as_cpu(weights_base);
   const Product product = {&weights.head(), ws.logits(0), weights.head().rows};
   multiply(pool_, *kernels_, &product, 1, ws.hidden_act(), batch.logit_rows.data(),
-           batch.num_logits(), [](int, int, int, int, int) {});
+           batch.num_logits(), Precision::kFine, [](int, int, int, int, int) {});
 }
 
 }  // namespace xllm::cpu

@@ -93,6 +93,15 @@ void interleave_words(const uint8_t *words, uint64_t row_bytes, int num_rows, in
   }
 }
 
+// Words of a block that follow one another in a tile as well.
+struct Run {
+  int first;
+  int count;
+};
+
+// A q6_k block, ql 0 to 31, qh 32 to 47, scales 48 to 51, in the order of its tile.
+constexpr Run kQ6kRuns[] = {{48, 4}, {32, 8}, {0, 16}, {40, 8}, {16, 16}};
+
 }  // namespace
 
 bool can_interleave(DType dtype) {
@@ -119,7 +128,15 @@ void interleave_rows(DType dtype, const uint8_t *rows, uint64_t row_bytes, int n
   for (int b = 0; b < num_blocks; ++b) {
     const uint8_t *block = rows + static_cast<uint64_t>(b) * block_bytes;
     uint8_t *tile = out + static_cast<uint64_t>(b) * kInterleavedRows * block_bytes;
-    interleave_words(block + first_word, row_bytes, num_rows, num_words, tile + half_bytes);
+    if (dtype == DType::kQ6_K) {
+      uint8_t *to = tile + half_bytes;
+      for (const Run &run : kQ6kRuns) {
+        interleave_words(block + 4 * run.first, row_bytes, num_rows, run.count, to);
+        to += 4 * kInterleavedRows * run.count;
+      }
+    } else {
+      interleave_words(block + first_word, row_bytes, num_rows, num_words, tile + half_bytes);
+    }
     for (int r = 0; r < num_rows; ++r, block += row_bytes) {
       if (shape.half >= 0) std::memcpy(tile + 2 * r, block + shape.half, 2);
       if (shape.fifth_bits >= 0) {

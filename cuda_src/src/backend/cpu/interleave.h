@@ -6,7 +6,9 @@
 // one quant block of each row:
 //   [16] u16          the f16 scale of types whose block is no whole number of words (q4_0, q5_0,
 //                     q8_0, q6_k), wherever the file has it
-//   [words][16] u32   the rest of the block word by word, in the file's order
+//   [words][16] u32   the rest of the block word by word, in the file's order but for q6_k: its
+//                     scales come first, then the halves of 128 elements, each as qh and ql. So a
+//                     product reads memory in ascending order, which is what keeps it streaming.
 // In q5_0 and q5_1 the word of fifth bits is permuted: bit 8 * i + g belongs to element 4 * g + i.
 // Rows that fill up the last sixteen are zeros.
 #pragma once

@@ -45,8 +45,11 @@ using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows,
                        int num_tokens, int cols, float *out, int64_t out_stride);
 
 // The same over weights as interleave.h lays them out: rows from a multiple of kInterleavedRows on,
-// any number of tokens.
-using TileFn = DotFn;
+// any number of tokens, each given as its num_planes (1 or 2) rows of acts one after the other. The
+// products of a token's two planes are added at the end.
+using TileFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows,
+                        const ActRow *acts, int num_tokens, int num_planes, int cols, float *out,
+                        int64_t out_stride);
 
 // Attention is computed over tiles of this many keys, at positions that are multiples of it, and
 // begins anew at multiples of kKeySplit; the parts are merged in ascending order. Both are the same
@@ -76,6 +79,9 @@ struct Kernels {
   // d is too small to invert becomes zeros; one that holds NaN or infinity gets d = NaN, so that
   // the logits show it.
   void (*quantize)(const float *f, int cols, int8_t *q, float *d, float *ds, int16_t *sum);
+
+  // What quantize left: out[i] = fma(-d, q, f), d of the 32 that i belongs to.
+  void (*remainder)(const float *f, int cols, const int8_t *q, const float *d, float *out);
 
   // out[i] = (x[i] * (1 / sqrt(sum(x^2) / n + eps))) * weight[i]. out may be x.
   void (*rms_norm)(const float *x, const float *weight, int n, float eps, float *out);

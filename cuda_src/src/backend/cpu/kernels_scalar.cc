@@ -52,6 +52,7 @@ Kernels make_kernels() {
   k.dots[static_cast<int>(DType::kF16)] = float_dot<L, F16Weights<L>>;
   k.dots[static_cast<int>(DType::kBF16)] = float_dot<L, BF16Weights<L>>;
   k.quantize = quantize_scalar;
+  k.remainder = remainder_row<L>;
   k.rms_norm = rms_norm_row<L>;
   k.silu_mul = silu_mul_row<L>;
   k.add = add_row<L>;

@@ -24,38 +24,57 @@ constexpr int kTokenBlockBytes = 384 << 10;
 constexpr int kFfnValues = 8192;
 // Tokens of such a chunk, at most.
 constexpr int kFfnTokens = 64;
+// Rows whose second plane is held at a time, of weights that are not interleaved.
+constexpr int kPlaneRows = 64;
 constexpr int64_t kFfnScratchFloats = int64_t{2} * kFfnValues;
 
 // out[t * out_stride + r] = dot(weights row first_row + r, act row t): the whole of one chunk, on
 // the calling thread.
 //   num_tokens   at most kTokenBlock
+//   precision    of activations that meet quantised weights; act holds that many planes
 //   token_rows   which rows of act the tokens are; null: first_token, first_token + 1, ...
 inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int first_row,
                            int num_rows, const Activations &act, const int32_t *token_rows,
-                           int first_token, int num_tokens, float *out, int64_t out_stride) {
+                           int first_token, int num_tokens, Precision precision, float *out,
+                           int64_t out_stride) {
+  const auto row_of = [&](int i) {
+    return token_rows != nullptr ? token_rows[first_token + i] : first_token + i;
+  };
+  const int planes = weights.is_float() ? 1 : num_planes(precision);
   if (weights.is_interleaved) {
-    ActRow rows[kTokenBlock];
-    for (int i = 0; i < num_tokens; ++i)
-      rows[i] = act.row(token_rows != nullptr ? token_rows[first_token + i] : first_token + i);
+    ActRow rows[2 * kTokenBlock];
+    for (int i = 0; i < num_tokens; ++i) {
+      for (int p = 0; p < planes; ++p) rows[i * planes + p] = act.row(row_of(i), p);
+    }
     kernels.tiles[static_cast<int>(weights.dtype)](weights.row(first_row), weights.row_bytes,
-                                                   num_rows, rows, num_tokens, weights.cols, out,
-                                                   out_stride);
+                                                   num_rows, rows, num_tokens, planes, weights.cols,
+                                                   out, out_stride);
     return;
   }
   const DotFn dot = kernels.dots[static_cast<int>(weights.dtype)];
-  ActRow rows[kTokenTile];
-  for (int t = 0; t < num_tokens; t += kTokenTile) {
-    const int count = std::min(kTokenTile, num_tokens - t);
-    for (int i = 0; i < count; ++i) {
-      const int token = first_token + t + i;
-      rows[i] = act.row(token_rows != nullptr ? token_rows[token] : token);
+  for (int p = 0; p < planes; ++p) {
+    for (int t = 0; t < num_tokens; t += kTokenTile) {
+      ActRow rows[kTokenTile];
+      const int count = std::min(kTokenTile, num_tokens - t);
+      for (int i = 0; i < count; ++i) rows[i] = act.row(row_of(t + i), p);
+      if (p == 0) {
+        dot(weights.row(first_row), weights.row_bytes, num_rows, rows, count, weights.cols,
+            out + t * out_stride, out_stride);
+        continue;
+      }
+      float second[kTokenTile * kPlaneRows];
+      for (int r = 0; r < num_rows; r += kPlaneRows) {
+        const int some = std::min(kPlaneRows, num_rows - r);
+        dot(weights.row(first_row + r), weights.row_bytes, some, rows, count, weights.cols, second,
+            kPlaneRows);
+        for (int i = 0; i < count; ++i)
+          kernels.add(out + (t + i) * out_stride + r, second + i * kPlaneRows, some);
+      }
     }
-    dot(weights.row(first_row), weights.row_bytes, num_rows, rows, count, weights.cols,
-        out + t * out_stride, out_stride);
   }
 }
 
-// Tokens of a chunk whose activations have this many columns: a multiple of eight.
+// Tokens of a chunk whose activations have this many columns in all planes: a multiple of eight.
 inline int token_block(int cols) {
   return std::max(8, std::min(kTokenBlock, kTokenBlockBytes / cols / 8 * 8));
 }
@@ -71,7 +90,8 @@ struct Product {
 // num_tokens) follows each chunk on the thread that computed it.
 template <typename Done>
 void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products, int num_products,
-              const Activations &act, const int32_t *token_rows, int num_tokens, const Done &done) {
+              const Activations &act, const int32_t *token_rows, int num_tokens,
+              Precision precision, const Done &done) {
   int64_t total_rows = 0;
   for (int p = 0; p < num_products; ++p) total_rows += products[p].weights->rows;
   // About eight chunks per thread, so that the last one to finish is not waited for long; a
@@ -79,7 +99,7 @@ void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products,
   const int64_t wanted = total_rows / (int64_t{8} * pool.num_threads());
   const int chunk_rows = static_cast<int>(std::min<int64_t>(
       128, std::max<int64_t>(kInterleavedRows, wanted / kInterleavedRows * kInterleavedRows)));
-  const int block_tokens = token_block(act.cols());
+  const int block_tokens = token_block(act.cols() * num_planes(precision));
   const int token_blocks = (num_tokens + block_tokens - 1) / block_tokens;
   int64_t num_chunks = 0;
   for (int p = 0; p < num_products; ++p)
@@ -100,7 +120,7 @@ void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products,
     const int num_rows = std::min(chunk_rows, product.weights->rows - first_row);
     const int count = std::min(block_tokens, num_tokens - first_token);
     multiply_chunk(kernels, *product.weights, first_row, num_rows, act, token_rows, first_token,
-                   count, product.out + first_token * product.out_stride + first_row,
+                   count, precision, product.out + first_token * product.out_stride + first_row,
                    product.out_stride);
     done(p, first_row, num_rows, first_token, count);
   });

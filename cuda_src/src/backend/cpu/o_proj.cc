@@ -8,7 +8,8 @@ void CpuBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int l
   CpuWorkspace &ws = as_cpu(ws_base);
   const CpuWeights &weights = as_cpu(weights_base);
   const Layer &layer = weights.layer(layer_index);
-  add_product(ws, weights, layer.o, layer.o_bias, ws.attn_act(), layer.ffn_norm);
+  add_product(ws, weights, layer.o, layer.o_bias, ws.attn_act(), Precision::kFine, layer.ffn_norm,
+              Precision::kInt8);
 }
 
 }  // namespace xllm::cpu

@@ -68,6 +68,15 @@ inline float sum_of_squares(const float *x, int n) {
 }
 
 template <typename L>
+inline void remainder_row(const float *f, int cols, const int8_t *q, const float *d, float *out) {
+  using F = typename L::F;
+  for (int i = 0; i < cols; i += 8) {
+    const F scale = L::sub(L::zero(), L::set1(d[i / 32]));
+    L::store(out + i, L::fma(scale, L::load_int8(q + i), L::load(f + i)));
+  }
+}
+
+template <typename L>
 inline void rms_norm_row(const float *x, const float *weight, int n, float eps, float *out) {
   using F = typename L::F;
   const float mean = sum_of_squares<L>(x, n) / static_cast<float>(n);

@@ -274,13 +274,13 @@ struct TileK4 {
   }
 };
 
-// Words of a tile: ql 0 to 31, qh 32 to 47, scales 48 to 51.
+// Words of a tile: scales 0 to 3; of each half qh 8, ql 16.
 template <typename V, int s>
 inline void codes_of_q6_k(const Tile<V> &tile, typename V::I w[8]) {
   using I = typename V::I;
   constexpr int half = s / 4, k = s % 4;
   for (int g = 0; g < 8; ++g) {
-    const I x = tile.word(16 * half + 8 * (k % 2) + g), h = tile.word(32 + 8 * half + g);
+    const I x = tile.word(12 + 24 * half + 8 * (k % 2) + g), h = tile.word(4 + 24 * half + g);
     // Bits 2k, 2k + 1 to bits 4, 5.
     const I top = k < 2 ? V::template shift_left<(4 - 2 * k) & 7>(h)
                         : V::template shift_right<(2 * k - 4) & 7>(h);
@@ -306,7 +306,7 @@ struct TileQ6_K {
     const int a = 8 * b + s;  // the activations' block
     I w[8];
     codes_of_q6_k<V, s>(tile, w);
-    const I scales = tile.word(48 + s / 2);
+    const I scales = tile.word(s / 2);
     const F scale = signed_byte_to_float<V, 2 * (s % 2)>(scales),
             scale2 = signed_byte_to_float<V, 2 * (s % 2) + 1>(scales);
 #pragma GCC unroll 8
@@ -339,28 +339,32 @@ struct TileQ6_K {
 
 // ---- rows and tokens ----
 
-// Sixteen rows (num_rows of them wanted) by T tokens.
+// Sixteen rows (num_rows of them wanted) by T rows of activations, num_acts of them wanted: whole
+// tokens of num_planes each.
 template <typename V, typename Product, int T>
-inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *acts, int num_tokens,
-                          int cols, float *out, int64_t out_stride) {
+inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *acts, int num_acts,
+                          int num_planes, int cols, float *out, int64_t out_stride) {
   constexpr int kHalfBytes = Product::kHasHalf ? 2 * kInterleavedRows : 0;
+  constexpr int kTileBytes = kInterleavedRows * Product::kBytes;
   for (int r = 0; r < num_rows; r += V::kRows) {
     Product product;
     product.start();
     Tile<V> tile = {weights + kHalfBytes + 4 * r, weights + 2 * r};
     for (int b = 0; b < cols / Product::kElements; ++b) {
       product.add_block(tile, acts, b);
-      tile.words += kInterleavedRows * Product::kBytes;
-      tile.halves += kInterleavedRows * Product::kBytes;
+      tile.words += kTileBytes;
+      tile.halves += kTileBytes;
     }
     const int rows = num_rows - r < V::kRows ? num_rows - r : V::kRows;
-    for (int t = 0; t < num_tokens; ++t) {
-      float *to = out + t * out_stride + r;
+    for (int t = 0; t < num_acts; t += num_planes) {
+      float *to = out + t / num_planes * out_stride + r;
+      typename V::F sum = product.acc[t];
+      if (num_planes == 2) sum = V::fma(V::set1_float(1), product.acc[t + 1], sum);
       if (rows == V::kRows) {
-        V::store(to, product.acc[t]);
+        V::store(to, sum);
       } else {
         float whole[V::kRows];
-        V::store(whole, product.acc[t]);
+        V::store(whole, sum);
         std::memcpy(to, whole, static_cast<size_t>(rows) * sizeof(float));
       }
     }
@@ -370,14 +374,15 @@ inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *ac
 // TileFn of a type: P<T> is its product for T tokens.
 template <typename V, template <int> class P>
 void tile_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
-              int num_tokens, int cols, float *out, int64_t out_stride) {
+              int num_tokens, int num_planes, int cols, float *out, int64_t out_stride) {
+  const int num_acts = num_tokens * num_planes;
   for (int r = 0; r < num_rows; r += kInterleavedRows) {
     const uint8_t *tile = weights + static_cast<uint64_t>(r) * row_bytes;
     const int rows = num_rows - r < kInterleavedRows ? num_rows - r : kInterleavedRows;
-    for (int t = 0; t < num_tokens;) {
-      const int left = num_tokens - t;
-      float *to = out + t * out_stride + r;
-      // A product for one token more than there are computes the last one again: cheaper than
+    for (int t = 0; t < num_acts;) {  // always whole tokens
+      const int left = num_acts - t;
+      float *to = out + t / num_planes * out_stride + r;
+      // A product for one row more than there are computes the last one again: cheaper than
       // unpacking twice.
       ActRow padded[8];
       const ActRow *from = acts + t;
@@ -390,18 +395,18 @@ void tile_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const Ac
       if (V::kMaxTokens >= 8 && left >= 6) {
         pad(8);
         count = left < 8 ? left : 8;
-        multiply_tile<V, P<V::kMaxTokens>, V::kMaxTokens>(tile, rows, from, count, cols, to,
-                                                          out_stride);
+        multiply_tile<V, P<V::kMaxTokens>, V::kMaxTokens>(tile, rows, from, count, num_planes, cols,
+                                                          to, out_stride);
       } else if (left >= 3) {
         pad(4);
         count = left < 4 ? left : 4;
-        multiply_tile<V, P<4>, 4>(tile, rows, from, count, cols, to, out_stride);
+        multiply_tile<V, P<4>, 4>(tile, rows, from, count, num_planes, cols, to, out_stride);
       } else if (left == 2) {
         count = 2;
-        multiply_tile<V, P<2>, 2>(tile, rows, from, count, cols, to, out_stride);
+        multiply_tile<V, P<2>, 2>(tile, rows, from, count, num_planes, cols, to, out_stride);
       } else {
         count = 1;
-        multiply_tile<V, P<1>, 1>(tile, rows, from, count, cols, to, out_stride);
+        multiply_tile<V, P<1>, 1>(tile, rows, from, count, num_planes, cols, to, out_stride);
       }
       t += count;
     }
