@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--library", type=Path, default=None, help="a libllama; default: that of xllamacpp")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=11)
+    parser.add_argument("--prefill-pairs", type=int, default=None, help="default: as --pairs")
     parser.add_argument("--depth", type=int, default=128)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--batch", default="1,4,8", help="comma-separated; empty: no decode cells")
@@ -190,7 +191,7 @@ def main() -> None:
             )
         )
     if not args.no_prefill:
-        cells.append(compare(f"prefill {PREFILL}", args.pairs, ours.prefill, peer.prefill))
+        cells.append(compare(f"prefill {PREFILL}", args.prefill_pairs or args.pairs, ours.prefill, peer.prefill))
     document = {
         "machine": machine.describe(),
         "model": args.model.name,
