@@ -1,10 +1,11 @@
 """What a model file says of itself, through Python."""
 
+import os
 import pathlib
 
 import pytest
 
-from cyengine import EngineConfig, Model, TextPiece, errors
+from cyengine import Engine, EngineConfig, Model, TextPiece, errors
 from cyengine.types import Backend
 from tests.tools.make_tiny_gguf import make_tiny_gguf
 
@@ -83,3 +84,19 @@ def test_a_file_without_tokenizer_still_takes_ids(tmp_path: pathlib.Path) -> Non
         assert not model.info.has_tokenizer
         with pytest.raises(errors.NoTokenizerError):
             model.encode("words")
+
+
+def test_a_file_that_has_become_shorter_is_refused_before_its_weights_are_read(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(tiny_model.read_bytes())
+    with Model(path) as model:
+        os.truncate(path, path.stat().st_size - 4096)
+        with pytest.raises(errors.ModelTruncatedError, match=r"cut\.gguf"):
+            Engine(model, EngineConfig(backend=Backend.CPU, num_threads=1))
+    path.write_bytes(tiny_model.read_bytes())
+    with Model(path) as model:
+        path.rename(tmp_path / "elsewhere.gguf")  # the file that was opened is still whole
+        path.write_bytes(b"short")
+        Engine(model, EngineConfig(backend=Backend.CPU, num_threads=1)).close()

@@ -47,7 +47,7 @@ std::string file_name(const std::string &path) {
 MappedFile::MappedFile(const std::string &path) : name_(without_controls(file_name(path))) {
   if (path.find('\0') != std::string::npos) fail(name_, ENOENT);
   // O_NONBLOCK: a named pipe is refused below instead of being waited for.
-  const Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+  Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   if (file.number < 0) fail(name_, errno);
   struct stat info{};
   if (::fstat(file.number, &info) != 0) fail(name_, errno);
@@ -60,11 +60,19 @@ MappedFile::MappedFile(const std::string &path) : name_(without_controls(file_na
   if (memory == MAP_FAILED) fail(name_, errno);
   data_ = static_cast<const uint8_t *>(memory);
   size_ = size;
+  descriptor_ = std::exchange(file.number, -1);
+}
+
+bool MappedFile::is_whole() const noexcept {
+  struct stat info{};
+  if (descriptor_ < 0) return true;  // nothing is mapped
+  return ::fstat(descriptor_, &info) == 0 && static_cast<uint64_t>(info.st_size) >= size_;
 }
 
 MappedFile::MappedFile(MappedFile &&other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
       name_(std::move(other.name_)) {}
 
 MappedFile &MappedFile::operator=(MappedFile &&other) noexcept {
@@ -72,6 +80,7 @@ MappedFile &MappedFile::operator=(MappedFile &&other) noexcept {
     unmap();
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
+    descriptor_ = std::exchange(other.descriptor_, -1);
     name_ = std::move(other.name_);
   }
   return *this;
@@ -81,8 +90,10 @@ MappedFile::~MappedFile() { unmap(); }
 
 void MappedFile::unmap() noexcept {
   if (data_ != nullptr) ::munmap(const_cast<uint8_t *>(data_), static_cast<size_t>(size_));
+  if (descriptor_ >= 0) ::close(descriptor_);
   data_ = nullptr;
   size_ = 0;
+  descriptor_ = -1;
 }
 
 void MappedFile::prefetch(uint64_t offset, uint64_t size) const noexcept {

@@ -10,8 +10,7 @@
 
 namespace xllm {
 
-// Owns the mapping, not the file descriptor (closed at once). Movable, not copyable; a move keeps
-// addresses.
+// Owns the mapping and a descriptor of the file. Movable, not copyable; a move keeps addresses.
 class MappedFile {
  public:
   MappedFile() = default;
@@ -28,6 +27,9 @@ class MappedFile {
   // Page aligned; null for an empty file.
   const uint8_t *data() const { return data_; }
   uint64_t size() const { return size_; }
+  // False when the file has become shorter since it was mapped: touching what is gone would end the
+  // process with a signal. A file renamed over this one does not matter.
+  bool is_whole() const noexcept;
   // The last part of the path, for messages.
   const std::string &name() const { return name_; }
 
@@ -43,6 +45,7 @@ class MappedFile {
 
   const uint8_t *data_ = nullptr;
   uint64_t size_ = 0;
+  int descriptor_ = -1;
   std::string name_;
 };
 

@@ -283,6 +283,7 @@ Lane *Engine::find_lane(DecodeMode mode) const {
 void Engine::load_lane(DecodeMode mode) {
   const WeightSetPlan &plan = lane_plan(mode);
   check_set_fits(plan, backend_->memory().free_bytes);
+  if (model_.check_file) model_.check_file();
   SchedulerConfig scheduler;
   scheduler.max_running = mode == DecodeMode::kPerSlot ? 1 : config_.max_slots;
   scheduler.prefill_chunk = config_.prefill_chunk;
@@ -474,6 +475,7 @@ bool Engine::run_lane(Lane *lane) {
   const double step_s = end_s - std::max(step.start_s, std::exchange(lane->end_s, end_s));
   lane->pace.record(step.has_decode, step.num_prefill_rows, step_s);
   std::vector<Sampled> wanted;
+  wanted.reserve(places.size());
   for (const size_t at : places) wanted.push_back(std::move(lane->chosen[at]));
   complete(lane, live, wanted);
   return true;
@@ -615,7 +617,7 @@ void Engine::note_gap(Request *request, bool wants_mask, double now) {
 // the step's scratch: the request that asked for most of it has ended, and nothing else has
 // changed.
 bool Engine::compute(Lane *lane, const Schedule &schedule) {
-  Error problem(Status::kMemory, "out of memory for a step; lower prefill_chunk or max_slots");
+  Error problem(Status::kMemory, "");
   try {
     lane->runner.forward(schedule.copies, schedule.rows);
     const std::vector<SampleRow> wishes = sample_rows(schedule.rows);
@@ -627,6 +629,7 @@ bool Engine::compute(Lane *lane, const Schedule &schedule) {
     if (error.status() != Status::kMemory) throw;
     problem = error;
   } catch (const std::bad_alloc &) {
+    problem = Error(Status::kMemory, "out of memory for a step; lower prefill_chunk or max_slots");
   }
   const auto largest = std::max_element(  // the most junior one of several
       schedule.rows.rbegin(), schedule.rows.rend(),

@@ -31,6 +31,15 @@ EngineModel make_engine_model(std::shared_ptr<const ModelFile> file) {
   out.tensors = model->tensors();
   out.tokenizer = &file->tokenizer();
   const GgufFile *pages = &file->file();
+  out.check_file = [pages] {
+    for (uint32_t i = 0; i < pages->num_shards(); ++i) {
+      if (pages->shard(i).is_whole()) continue;
+      throw Error(Status::kModelTruncated,
+                  pages->shard(i).name() + ": expected " + std::to_string(pages->shard(i).size()) +
+                      " bytes as when it was opened, found fewer; put the whole file back in "
+                      "place and open it again");
+    }
+  };
   out.release_pages = [pages] {
     for (uint32_t i = 0; i < pages->num_shards(); ++i) pages->shard(i).release_pages();
   };

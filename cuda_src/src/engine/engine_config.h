@@ -41,6 +41,9 @@ struct EngineModel {
   // Called when a set of weights is loaded: what was only read to be copied need not stay in
   // memory. May be empty.
   std::function<void()> release_pages;
+  // Called before a set is loaded. Throws Error(kModelTruncated) when the file has become shorter
+  // since it was opened. May be empty.
+  std::function<void()> check_file;
 };
 
 // Throws Error(kModelUnsupported) for a file that holds only a vocabulary.

@@ -398,7 +398,9 @@ Event Request::prefill_event() const { return make_event(EventKind::kPrefill); }
 Event Request::finished_event(Status status, const std::string &message,
                               const Error::Details &details, double now_s) {
   Event event = make_event(EventKind::kFinished);
-  for (const auto &[key, value] : details) event.details += key + "=" + value + "\n";
+  for (const auto &[key, value] : details) {
+    event.details.append(key).append("=").append(value).append("\n");
+  }
   event.num_preemptions = static_cast<uint32_t>(sequence.num_preemptions);
   event.status = status;
   event.message = message;
