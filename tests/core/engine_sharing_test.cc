@@ -84,6 +84,42 @@ TEST(ForkedSlots, MayEndInAnyOrder) {
   wait_until([&] { return engine->stats().blocks_used == 0; });
 }
 
+// The loop takes in what has come, and only then ends ownerships: what is forked and released in
+// between must not be ended before it has been forked.
+TEST(ForkedSlots, AreEndedOnlyAfterTheLoopHasForkedThem) {
+  for (const bool releases_original : {false, true}) {
+    EngineConfig config = small_config();
+    config.decode_mode = DecodeMode::kAuto;
+    auto control = std::make_shared<Control>();
+    auto engine = make_engine(config, control);
+    const SlotRef first = acquire(engine.get(), DecodeMode::kBatched);
+    prefill(engine.get(), first, prompt_of(40));
+    SlotRef second;
+    control->on_load = [&] {
+      second = fork(engine.get(), first);
+      engine->release(releases_original ? first : second);
+    };
+    RequestOptions other_set = request(prompt_of(5), 2);
+    other_set.decode_mode = DecodeMode::kPerSlot;
+    run(engine.get(), other_set);
+    const SlotRef ended = releases_original ? first : second;
+    const SlotRef kept = releases_original ? second : first;
+    wait_until([&] { return look(*engine, ended).state == SlotState::kFree; });
+    EXPECT_EQ(decode(engine.get(), kept, request({}, 20)).ids, expected_greedy(prompt_of(40), 20));
+    // The next owner of that seat finds nothing in it.
+    const SlotSnapshot next = engine->acquire(DecodeMode::kBatched, ended.slot, 60);
+    const SlotRef again{next.index, next.epoch};
+    prefill(engine.get(), again, prompt_of(20, 3));
+    EXPECT_EQ(look(*engine, again).num_tokens, 20);
+    EXPECT_EQ(decode(engine.get(), again, request({}, 20)).ids,
+              expected_greedy(prompt_of(20, 3), 20));
+    engine->release(kept);
+    engine->release(again);
+    wait_until([&] { return engine->stats().slots_used == 0; });
+    expect_nothing_held(*engine);
+  }
+}
+
 TEST(ForkedSlots, DecodeInLockStepWithTheirOriginal) {
   auto engine = make_engine();
   const SlotRef first = acquire(engine.get());
@@ -198,6 +234,23 @@ TEST(Outputs, GoOnWhenTheFirstOneEndsOrIsCancelled) {
   EXPECT_EQ(wait_for(engine.get(), ids[0]).finished.status, Status::kCancelled);
   for (size_t i = 1; i < ids.size(); ++i) {
     EXPECT_EQ(wait_for(engine.get(), ids[i]).ids, expected_greedy(prompt_of(100), 10)) << i;
+  }
+  expect_nothing_held(*engine);
+}
+
+TEST(Outputs, GoOnWhenTheFirstOneIsCancelledBeforeTheLoopHasSeenIt) {
+  auto control = std::make_shared<Control>();
+  control->gate.close();
+  auto engine = make_engine(small_config(), control);
+  const uint64_t other = engine->submit(request(prompt_of(5), 2));
+  control->gate.wait_until_begun(1);
+  const std::vector<uint64_t> ids = engine->submit(request(prompt_of(40), 10), 3);
+  engine->cancel(ids[0]);
+  control->gate.open();
+  wait_for(engine.get(), other);
+  EXPECT_EQ(wait_for(engine.get(), ids[0]).finished.status, Status::kCancelled);
+  for (size_t i = 1; i < ids.size(); ++i) {
+    EXPECT_EQ(wait_for(engine.get(), ids[i]).ids, expected_greedy(prompt_of(40), 10)) << i;
   }
   expect_nothing_held(*engine);
 }

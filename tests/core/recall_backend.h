@@ -90,6 +90,7 @@ class RecallBackend : public Backend {
     std::atomic<int> num_ahead{0};   // steps that were started before the tokens of the one before
     std::map<int, TokenPath> paths;  // of each position, as computed last; read while no step runs
     std::atomic<int> num_loaded{0};  // weight sets
+    std::function<void()> on_load;   // called by the loop while it takes in what has come
     std::atomic<int> most_rows{0};   // of any step
     std::atomic<int> most_seqs{0};
     std::atomic<int> num_copied_blocks{0};
@@ -129,6 +130,7 @@ class RecallBackend : public Backend {
       const ModelDims &, const ModelTensors &, WeightForm form,
       const std::function<void(uint64_t, uint64_t)> &) override {
     ++control_->num_loaded;
+    if (control_->on_load) control_->on_load();
     return std::make_unique<Weights>(form);
   }
   std::unique_ptr<Workspace> make_workspace(const WeightSet &, int) override {

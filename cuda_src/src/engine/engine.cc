@@ -97,7 +97,6 @@ std::vector<uint64_t> Engine::submit(RequestOptions options, int num_outputs) {
   for (int i = 0; i < num_outputs; ++i) {
     options.sampling.seed = first_seed + static_cast<uint64_t>(i);
     requests.push_back(make_request(RequestKind::kGenerate, options, mode));
-    if (i > 0) requests.back()->sequence.leader = &requests.front()->sequence;
   }
   std::vector<uint64_t> ids;
   {
@@ -110,7 +109,10 @@ std::vector<uint64_t> Engine::submit(RequestOptions options, int num_outputs) {
                       " requests wait already (max_queue); retry later",
                   {{"limit", std::to_string(config_.max_queue)}});
     }
-    for (std::unique_ptr<Request> &request : requests) ids.push_back(push(std::move(request)));
+    for (std::unique_ptr<Request> &request : requests) {
+      if (!ids.empty()) request->sequence.leader_id = ids.front();
+      ids.push_back(push(std::move(request)));
+    }
   }
   inbox_changed_.notify_one();
   return ids;

@@ -312,7 +312,7 @@ void Engine::begin_on_slot(Request *request) {
 }
 
 // Before any ownership ends in this step: both slots are still what they were when it was asked
-// for.
+// for. See end_slots for those that are asked for meanwhile.
 void Engine::fork_slot(const Fork &fork) {
   find_lane(fork.mode)->scheduler.fork(holdings_[static_cast<size_t>(fork.from.slot)],
                                        &holdings_[static_cast<size_t>(fork.to.slot)]);
@@ -322,15 +322,23 @@ void Engine::fork_slot(const Fork &fork) {
 void Engine::end_slots(double now) {
   std::vector<Slot> ending;
   {
+    const std::lock_guard<std::mutex> inbox_lock(inbox_mutex_);
     const std::lock_guard<std::mutex> lock(slots_mutex_);
     if (slots_.num_acquired() == 0) return;
+    // Of a fork that this step has not taken in yet, both slots are left for the next step: it has
+    // still to find what the one holds, and to fill the other.
+    const auto is_forking = [&](const Slot &slot) {
+      return std::any_of(forks_.begin(), forks_.end(), [&](const Fork &fork) {
+        return fork.from.slot == slot.index || fork.to.slot == slot.index;
+      });
+    };
     for (int i = 0; i < slots_.num_slots(); ++i) {
       const Slot &slot = slots_.slot(i);
       if (!slot.is_acquired) continue;
       if (slot.end == SlotEnd::kNone && now >= slot.lease_end_s) {
         slots_.end_ownership(i, SlotEnd::kExpired);
       }
-      if (slot.end != SlotEnd::kNone) ending.push_back(slot);
+      if (slot.end != SlotEnd::kNone && !is_forking(slot)) ending.push_back(slot);
     }
   }
   for (const Slot &slot : ending) {

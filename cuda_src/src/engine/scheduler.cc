@@ -144,7 +144,8 @@ void Scheduler::admit(int num_free_slots) {
   for (size_t i = 0; i < waiting_.size();) {
     if (num_running >= config_.max_running) return;
     Sequence *sequence = waiting_[i];
-    const bool waits_for_leader = sequence->leader != nullptr && num_shared_tokens(*sequence) < 0;
+    const Sequence *leader = sequence->leader_id != 0 ? find(sequence->leader_id) : nullptr;
+    const bool waits_for_leader = leader != nullptr && num_shared_tokens(*leader, *sequence) < 0;
     if (waits_for_leader || (sequence->slot < 0 && num_free_slots == 0)) {
       ++i;  // one behind it may have kept its slot through a preemption
       continue;
@@ -166,10 +167,19 @@ void Scheduler::admit(int num_free_slots) {
   }
 }
 
+// Null for one that is not here, or no more.
+const Sequence *Scheduler::find(uint64_t id) const {
+  for (const auto *list : {&running_, &waiting_}) {
+    for (const Sequence *sequence : *list) {
+      if (sequence->id == id) return sequence;
+    }
+  }
+  return nullptr;
+}
+
 // Tokens whose blocks it can have from its leader, all but the last one of their prompt; -1 while
 // that one has not computed them.
-int Scheduler::num_shared_tokens(const Sequence &sequence) const {
-  const Sequence &leader = *sequence.leader;
+int Scheduler::num_shared_tokens(const Sequence &leader, const Sequence &sequence) const {
   const int num_tokens = sequence.num_prompt - 1;
   const bool is_there =
       leader.state == SequenceState::kRunning && leader.num_computed >= num_tokens;
@@ -182,9 +192,11 @@ bool Scheduler::try_to_place(Sequence *sequence) {
   for (const Sequence *other : running_) {
     num_reserved += other->blocks.num_missing(other->num_tokens()) + 1;
   }
-  if (sequence->leader != nullptr) {
-    const int num_shared = num_shared_tokens(*sequence);
-    cache_->share(sequence->leader->blocks, num_shared, &sequence->blocks);
+  // One whose leader has ended goes by the cache alone.
+  const Sequence *leader = sequence->leader_id != 0 ? find(sequence->leader_id) : nullptr;
+  if (leader != nullptr) {
+    const int num_shared = num_shared_tokens(*leader, *sequence);
+    cache_->share(leader->blocks, num_shared, &sequence->blocks);
     // One more than its tokens lack: the block that is partly filled becomes its own.
     if (sequence->blocks.num_missing(sequence->num_tokens()) + 1 + num_reserved >
         cache_->num_available()) {
@@ -193,7 +205,7 @@ bool Scheduler::try_to_place(Sequence *sequence) {
     }
     sequence->cursor = cache_->start(sequence->cache_salt);
     sequence->num_computed = sequence->num_cached = num_shared;
-    sequence->leader = nullptr;
+    sequence->leader_id = 0;
     return true;
   }
   const int num_needed = sequence->blocks.num_missing(sequence->num_tokens());
@@ -264,9 +276,6 @@ void Scheduler::advance(const ScheduledRows &rows) {
 }
 
 void Scheduler::remove(Sequence *sequence) {
-  for (Sequence *follower : waiting_) {
-    if (follower->leader == sequence) follower->leader = nullptr;  // goes by the cache alone
-  }
   if (sequence->state == SequenceState::kWaiting) erase(&waiting_, sequence);
   if (sequence->state == SequenceState::kRunning) erase(&running_, sequence);
   if (sequence->is_pinned) {

@@ -104,7 +104,8 @@ class Scheduler {
   void schedule_turn(int *budget);
   bool try_to_place(Sequence *sequence);
   int max_cached(const Sequence &sequence) const;
-  int num_shared_tokens(const Sequence &sequence) const;
+  const Sequence *find(uint64_t id) const;
+  int num_shared_tokens(const Sequence &leader, const Sequence &sequence) const;
   bool take_blocks(size_t index, int num_tokens);
   bool make_own(size_t index);
   void preempt(Sequence *sequence);

@@ -43,7 +43,7 @@ struct Sequence {
   SequenceState state = SequenceState::kNew;
   int slot = -1;  // its seat in the batch, from first admission to the end; -1 before
   BlockTable blocks;
-  Sequence *leader = nullptr;   // its prompt is this one's: waits for it and shares its blocks
+  uint64_t leader_id = 0;       // its prompt is this one's: waits for it and shares its blocks
   std::string cache_salt;       // blocks are shared only where it is equal
   bool bypasses_cache = false;  // nothing is looked up or published
   PrefixCursor cursor;          // how far its prompt has been published to the prefix cache
