@@ -243,8 +243,7 @@ async def cell(stage: Stage, moment: str, way: str, variant: int, deadline_s: fl
             await soon(lambda: request_id not in {key[1] for key in server.served.generations._live})
             core.release(server)
 
-    usage = server.served.generations.receipt("", request_id).usage
-    is_early = way == "deadline" and moment == "prefill" and usage.num_generated_tokens > 0
+    is_early = way == "deadline" and moment == "prefill" and not is_late and _num_generated(server, request_id) > 0
     if not is_late and not is_early:
         _check_receipt(stage, moment, way, request_id, code, deadline_s)
 
@@ -263,6 +262,11 @@ async def cell(stage: Stage, moment: str, way: str, variant: int, deadline_s: fl
         async with asyncio.timeout(20):
             await server.served.draining.wait()
     return 0.6 if is_early else 1.7 if is_late else 0.0
+
+
+def _num_generated(server: Server, request_id: str) -> int:
+    """What the receipt says of the tokens of a call."""
+    return int(server.served.generations.receipt("", request_id).usage.num_generated_tokens)
 
 
 def _check_receipt(
