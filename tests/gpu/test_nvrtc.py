@@ -47,6 +47,7 @@ def compile_for(arch: str, text: str) -> str:
     return "" if result == 0 else log.value.decode()
 
 
+@pytest.mark.timeout(600)  # the largest takes 20 s of a core, many times that on a busy machine
 @pytest.mark.parametrize("header", sorted(path.name for path in CUDA.glob("*.cuh")))
 def test_header_compiles_for_sm_70(header: str) -> None:
     """Device headers stand alone: no host header, nothing newer than Volta outside a guard."""
