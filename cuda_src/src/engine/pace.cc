@@ -8,7 +8,7 @@ namespace {
 constexpr double kAim = 0.75;      // of the bound: steps vary
 constexpr double kLeast = 0.25;    // of the bound, for prefill, whatever decode takes
 constexpr int kFewestRows = 8;     // or a long prompt would never be done
-constexpr int kFirstRows = 32;     // while nothing is known
+constexpr int kFirstRows = 8;      // while nothing is known
 constexpr double kNewest = 0.3;    // weight of the newest figure in an average
 constexpr int kFastestGrowth = 2;  // from step to step: an estimate may be wrong
 
@@ -33,7 +33,7 @@ void Pace::record(bool has_decode, int num_prefill_rows, double step_s) {
     if (has_decode) decode_s_ = average(decode_s_, step_s);
     return;
   }
-  const double prefill_s = std::max(step_s - (has_decode ? decode_s_ : 0), 0.1 * step_s);
+  const double prefill_s = std::max(step_s - (has_decode ? decode_s_ : 0), 0.02 * step_s);
   const double row_s = prefill_s / num_prefill_rows;
   // What has become dearer counts at once: a prompt's later rows attend to more.
   row_s_ = std::max(row_s, average(row_s_, row_s));
