@@ -36,6 +36,21 @@ struct Tile {
   typename V::F high_half(int i) const { return V::high_halves(word(i)); }
 };
 
+// Piece `piece` of `pieces` of a tile some two ahead, towards the caches: for products of many rows
+// of activations, which compute for so long between two loads that a core cannot see far enough
+// ahead by itself. All of a tile at once, or with fewer rows, costs more than it gains
+// (docs/perf/cpu.md).
+template <int kBytes, int T, int piece, int pieces, typename V>
+inline void fetch_ahead(const Tile<V> &tile) {
+  constexpr int kTileBytes = kInterleavedRows * kBytes;
+  constexpr int kLines = (kTileBytes / 64 + pieces - 1) / pieces;
+  constexpr int kDistance = 2 * kTileBytes > 4096 ? 2 * kTileBytes : 4096;
+  if (T < 8) return;
+#pragma GCC unroll 16
+  for (int i = piece * kLines; i < (piece + 1) * kLines; ++i)
+    __builtin_prefetch(tile.words + kDistance + 64 * i, 0, 2);
+}
+
 template <typename V>
 inline typename V::I low_nibbles(typename V::I x) {
   return V::band(x, V::set1(0x0f0f0f0f));
@@ -145,6 +160,7 @@ struct TilePlain {
   }
 
   void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
+    fetch_ahead<kBytes, T, 0, 1>(tile);
     I w[8];
     Type::template codes<V>(tile, w);
     F d, m = V::zero();
@@ -245,6 +261,7 @@ struct TileK4 {
   static void add_sub_block(const Tile<V> &tile, const TileScalesK4<V> &scales, const ActRow *acts,
                             int b, F inner[T], F least[T]) {
     const int a = 8 * b + s;  // the activations' block
+    fetch_ahead<kBytes, T, s, 8>(tile);
     I w[8];
     Type::template codes<V, s>(tile, w);
     const F scale = scales.template scale_of<s>(), min = scales.template min_of<s>();
@@ -304,6 +321,7 @@ struct TileQ6_K {
   template <int s>
   static void add_sub_block(const Tile<V> &tile, const ActRow *acts, int b, F inner[T]) {
     const int a = 8 * b + s;  // the activations' block
+    fetch_ahead<kBytes, T, s, 8>(tile);
     I w[8];
     codes_of_q6_k<V, s>(tile, w);
     const I scales = tile.word(s / 2);
