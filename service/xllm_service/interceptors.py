@@ -6,6 +6,7 @@ One interceptor wraps every method, also those that do not exist, so nothing get
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import inspect
 import time
@@ -253,9 +254,18 @@ async def _abort(context: Any, error: ServiceError, trailer: tuple[tuple[str, by
 
 
 def _certificate_name(context: Any) -> str:
-    """Return the name in the client's certificate; "" without one."""
-    names = context.auth_context().get("x509_common_name", ())
-    return str(bytes(names[0]).decode("utf-8", "replace")) if names else ""
+    """Return the name in the client's certificate; "" without one.
+
+    A certificate without a common name has its first alternative name, or else its own digest, so that two clients who
+    have shown certificates are never taken for one.
+    """
+    shown = context.auth_context()
+    for key in ("x509_common_name", "x509_subject_alternative_name"):
+        for name in shown.get(key, ()):
+            if name:
+                return bytes(name).decode("utf-8", "replace")
+    whole = shown.get("x509_pem_cert", ())
+    return f"sha256:{hashlib.sha256(bytes(whole[0])).hexdigest()}" if whole else ""
 
 
 def _is_gone(context: Any) -> bool:

@@ -33,7 +33,7 @@ class _TextFormatter(logging.Formatter):
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {_one_line(record.getMessage())}"
         values = _facts(record)
         if values:
-            line += "  " + " ".join(f"{key}={value}" for key, value in values.items())
+            line += "  " + " ".join(f"{key}={_one_line(str(value))}" for key, value in values.items())
         return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.service.conftest import Serve, eventually
 from tests.service.fake_engine import FakeEngine, FakeModel
 from tests.service.tls import make_ca, make_certificate
-from xllm_client import NO_RETRY, AsyncClient, Tls, UnavailableError
+from xllm_client import NO_RETRY, AsyncClient, NotFoundError, Tls, UnavailableError
 from xllm_client.v1 import model_service_pb2
 from xllm_service import app
 from xllm_service.app import Server, StartError
@@ -237,6 +237,26 @@ async def test_tls_lets_in_whom_it_should(
                     with pytest.raises(UnavailableError):
                         await client.generate_once("x")
     assert len(engine.submitted) == len(welcome)
+
+
+async def test_clients_without_a_common_name_are_told_apart(
+    tmp_path: Path, model_file: Path, engine: FakeEngine
+) -> None:
+    engine.answer = ["ok"]
+    folder = certificates(tmp_path)
+    make_certificate(folder, "one", "ca", "/", names="URI:spiffe://here/one")
+    make_certificate(folder, "other", "ca", "/", names="URI:spiffe://here/other")
+    make_certificate(folder, "unnamed", "ca", "/", names="")
+    files: dict[str, object] = {"tls_cert": "server.pem", "tls_key": "server.key", "tls_client_ca": "ca.pem"}
+    flags = {"listen": ["localhost:0"]} | {name: folder / str(file) for name, file in files.items()}
+    async with app.running(load_config(model_file, flags), loader=loader(model_file, engine)) as server:
+        for name in ("one", "other", "unnamed"):
+            tls = Tls.from_files(folder / "ca.pem", folder / f"{name}.key", folder / f"{name}.pem")
+            async with AsyncClient(str(server.endpoints[0]), tls=tls, retry=NO_RETRY, timeout_s=5) as client:
+                with pytest.raises(NotFoundError):
+                    await client.get_generation("mine")
+                await client.generate_once("x", request_id="mine")
+                assert (await client.get_generation("mine")).request_id == "mine", name
 
 
 async def test_a_key_that_does_not_fit_is_named(tmp_path: Path, model_file: Path, engine: FakeEngine) -> None:

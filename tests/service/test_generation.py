@@ -499,3 +499,12 @@ async def test_errors_of_our_own_do_not_leave_the_server(
     assert caught.value.code is grpc.StatusCode.INTERNAL
     assert caught.value.reason == "INTERNAL"
     assert "secret" not in str(caught.value)
+
+
+async def test_outputs_that_end_by_themselves_are_not_cancelled(
+    client: AsyncClient, engine: FakeEngine, server: Server
+) -> None:
+    engine.answer = ["a"]
+    await client.generate_once("x", num_outputs=3)
+    await eventually(lambda: len(server.served.generations) == 0)
+    assert len(engine.submitted) == 3 and engine.cancelled == []

@@ -379,8 +379,10 @@ class AsyncEngine:
         """End one of the requests of a call, whose reader has heard enough of it; the others go on."""
         stream = self._streams.pop(request_id, None)
         self._constrained.pop(request_id, None)
-        if stream is not None:
-            stream.drop(request_id)
+        if stream is None:
+            return
+        stream.drop(request_id)
+        if request_id not in stream.ended:  # else it has ended by itself, and no further event of it comes
             self._cancel(request_id)
 
     def is_stalled(self, request_id: int) -> bool:

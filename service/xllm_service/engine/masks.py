@@ -112,8 +112,12 @@ class MaskWorker:
             for wanted, words in zip(batch, masks, strict=True)
             if words
         ]
-        with contextlib.suppress(XllmError):  # the engine has failed, and says so itself
+        try:
             self.core.push_masks(ready)
+        except Exception as error:  # none of them has come: as in _compute
+            for wanted in batch:
+                wanted.row.error = wanted.row.error or type(error).__name__
+        with contextlib.suppress(XllmError):  # the engine has failed, and says so itself
             for wanted in batch:
                 if wanted.row.is_complete or wanted.row.error:
                     self.core.cancel(wanted.request_id)

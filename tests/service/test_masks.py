@@ -1,0 +1,44 @@
+"""Masks on their way into the core: no request waits for one that does not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from cyengine.errors import InvalidArgumentError
+from cyengine.types import TokenMask
+from tests.service.fake_engine import FakeEngine
+from xllm_service.constraints import Constrained, Matcher
+from xllm_service.engine.masks import MaskWorker
+
+
+class _RefusingEngine(FakeEngine):
+    def __init__(self, problem: Exception) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def push_masks(self, masks: Iterable[TokenMask]) -> None:
+        raise self.problem
+
+
+@pytest.mark.parametrize("problem", [InvalidArgumentError("token_index"), ValueError("words")])
+def test_masks_that_the_core_does_not_take_end_their_requests(problem: Exception) -> None:
+    core = _RefusingEngine(problem)
+    model: Any = SimpleNamespace(free_mask=b"\xff" * 4)
+    worker = MaskWorker(core, model)
+    try:
+        for request_id in (1, 2):  # the second one finds the thread alive
+            row = Constrained(cast(Matcher, None), free_until="</think>")
+            worker.begin([(request_id, row)])
+            deadline = time.monotonic() + 20
+            while request_id not in core.cancelled:
+                assert time.monotonic() < deadline, "the request waits for its mask for ever"
+                time.sleep(0.001)
+            assert row.error
+    finally:
+        worker.close()
+        core.close()
