@@ -9,13 +9,13 @@
 // Rates are per second of the thread's CPU time, the best of several runs: on a shared machine it
 // is the figure that company disturbs least.
 #include <sys/time.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -144,9 +144,9 @@ int run_all(int argc, char **argv) {
     const std::string flag = argv[i];
     if (flag == "--type") only_type = argv[i + 1];
     if (flag == "--set") only_set = argv[i + 1];
-    if (flag == "--cols") cols = std::atoi(argv[i + 1]);
-    if (flag == "--kib") kib = std::atoi(argv[i + 1]);
-    if (flag == "--planes") planes = std::atoi(argv[i + 1]);
+    if (flag == "--cols") cols = std::stoi(argv[i + 1]);
+    if (flag == "--kib") kib = std::stoi(argv[i + 1]);
+    if (flag == "--planes") planes = std::stoi(argv[i + 1]);
   }
   if (cols < 256 || cols % 256 != 0 || planes < 1 || planes > 2 || kib < 256) {
     std::fprintf(stderr, "--cols: a multiple of 256; --planes: 1 or 2; --kib: 256 or more\n");
