@@ -63,6 +63,14 @@ TEST(EngineDeadlines, WhatIsCachedCountsAsComputed) {
   EXPECT_EQ(status_of([&] { engine->submit(again); }), Status::kDeadlineUnreachable);
 }
 
+TEST(EngineDeadlines, ShortPromptsMakeNoLongOneLookSlow) {
+  auto engine = make_engine(small_config(), slow(10));
+  for (int i = 0; i < 5; ++i) run(engine.get(), request(prompt_of(4, i), 1));
+  RequestOptions longer = request(prompt_of(400), 1);
+  longer.max_duration_s = 0.3;  // two steps, some 20 ms; by the short ones' rows it would be 1 s
+  EXPECT_EQ(status_of([&] { wait_for(engine.get(), engine->submit(longer)); }), Status::kOk);
+}
+
 TEST(EngineTenants, TakeTurns) {
   EngineConfig config = small_config();
   config.max_slots = 1;

@@ -113,6 +113,20 @@ TEST(EstimateWait, CountsWhatLiesBefore) {
   EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 3.5);  // how fast seats become free is unknown
   backlog.seat_interval_s = 2;
   EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 4 * 2 + 0.5);
+  backlog.age_s = 9;
+  EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 4 * 2 + 0.5);
+  backlog.age_s = 11;  // else one bad figure would turn everybody away for good
+  EXPECT_EQ(estimate_wait_s(backlog, 500), 0);
+}
+
+TEST(Pace, StepsOfFewRowsTellNothingOfLongPrompts) {
+  Pace pace(0.2, 512);
+  for (int i = 0; i < 10; ++i) EXPECT_FALSE(pace.record(false, 4, 0.01));
+  EXPECT_EQ(pace.prefill_rate(), 0);
+  EXPECT_TRUE(pace.record(false, 512, 0.1));
+  EXPECT_FALSE(pace.record(false, 4, 0.01));
+  EXPECT_DOUBLE_EQ(pace.prefill_rate(), 5120);
+  EXPECT_TRUE(Pace(0.2, 8).record(false, 8, 0.01));  // whole chunks, and there are no larger ones
 }
 
 }  // namespace

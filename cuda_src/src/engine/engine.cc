@@ -173,6 +173,7 @@ void Engine::check_deadline(DecodeMode mode, const RequestOptions &options) cons
   {
     const std::lock_guard<std::mutex> lock(snapshot_mutex_);
     backlog = backlogs_[static_cast<size_t>(mode)];
+    backlog.age_s = now_s() - measured_s_[static_cast<size_t>(mode)];
   }
   {
     const std::lock_guard<std::mutex> lock(slots_mutex_);
@@ -475,7 +476,7 @@ bool Engine::run_lane(Lane *lane) {
   // A step that was started ahead has waited for the one before it.
   const double end_s = now_s();
   const double step_s = end_s - std::max(step.start_s, std::exchange(lane->end_s, end_s));
-  lane->pace.record(step.has_decode, step.num_prefill_rows, step_s);
+  if (lane->pace.record(step.has_decode, step.num_prefill_rows, step_s)) lane->measured_s = end_s;
   std::vector<Sampled> wanted;
   wanted.reserve(places.size());
   for (const size_t at : places) wanted.push_back(std::move(lane->chosen[at]));
@@ -815,6 +816,7 @@ void Engine::publish() {
     stats.blocks_cached += static_cast<uint64_t>(lane->cache.num_idle());
   }
   Backlog backlogs[3];
+  double measured_s[3] = {};
   for (const std::unique_ptr<Lane> &lane : lanes_) {
     Backlog &backlog = backlogs[static_cast<size_t>(lane->mode)];
     backlog.num_waiting = static_cast<int>(lane->scheduler.waiting().size());
@@ -824,6 +826,7 @@ void Engine::publish() {
       }
     }
     backlog.prefill_rate = lane->pace.prefill_rate();
+    measured_s[static_cast<size_t>(lane->mode)] = lane->measured_s;
     backlog.seat_interval_s = seat_interval_s_;
     stats.prefill_tokens_per_s = std::max(stats.prefill_tokens_per_s, backlog.prefill_rate);
   }
@@ -835,6 +838,7 @@ void Engine::publish() {
     const std::lock_guard<std::mutex> lock(snapshot_mutex_);
     snapshot_ = stats;
     std::copy(std::begin(backlogs), std::end(backlogs), std::begin(backlogs_));
+    std::copy(std::begin(measured_s), std::end(measured_s), std::begin(measured_s_));
   }
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);

@@ -214,7 +214,8 @@ class Engine {
 
   mutable std::mutex snapshot_mutex_;
   EngineStats snapshot_;
-  Backlog backlogs_[3];  // by DecodeMode; with what is in the inbox left out
+  Backlog backlogs_[3];        // by DecodeMode; with what is in the inbox left out
+  double measured_s_[3] = {};  // when their rates were measured
 
   mutable std::mutex
       slots_mutex_;  // may be taken with inbox_mutex_ held, never the other way round

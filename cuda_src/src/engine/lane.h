@@ -47,7 +47,8 @@ struct Lane {
   bool is_on_device = false;    // its tokens are chosen there
   std::vector<Sampled> chosen;  // of a step that is complete, a token per row that wants one
   Pace pace;
-  double end_s = 0;  // of the last step
+  double end_s = 0;       // of the last step
+  double measured_s = 0;  // when a step last told how fast long prompts go
 };
 
 }  // namespace xllm

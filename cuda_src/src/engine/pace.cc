@@ -10,6 +10,8 @@ constexpr double kLeast = 0.25;    // of the bound, for prefill, whatever decode
 constexpr int kFewestRows = 8;     // or a long prompt would never be done
 constexpr int kFirstRows = 8;      // while nothing is known
 constexpr double kNewest = 0.3;    // weight of the newest figure in an average
+constexpr int kTellingRows = 64;   // a step of fewer takes about as long as one of as many
+constexpr double kLifeS = 10;      // of a measured rate
 constexpr int kFastestGrowth = 2;  // from step to step: an estimate may be wrong
 
 double average(double old, double newest) {
@@ -28,21 +30,23 @@ int Pace::prefill_rows(double decode_s) const {
                     std::min(most, max_rows_));
 }
 
-void Pace::record(bool has_decode, int num_prefill_rows, double step_s) {
+bool Pace::record(bool has_decode, int num_prefill_rows, double step_s) {
   if (num_prefill_rows == 0) {
     if (has_decode) decode_s_ = average(decode_s_, step_s);
-    return;
+    return false;
   }
   const double prefill_s = std::max(step_s - (has_decode ? decode_s_ : 0), 0.02 * step_s);
   const double row_s = prefill_s / num_prefill_rows;
   // What has become dearer counts at once: a prompt's later rows attend to more.
   row_s_ = std::max(row_s, average(row_s_, row_s));
-  rate_ = average(rate_, num_prefill_rows / step_s);
   last_rows_ = num_prefill_rows;
+  if (num_prefill_rows < std::min(kTellingRows, max_rows_)) return false;
+  rate_ = average(rate_, num_prefill_rows / step_s);
+  return true;
 }
 
 double estimate_wait_s(const Backlog &backlog, int num_prompt) {
-  if (backlog.prefill_rate == 0) return 0;
+  if (backlog.prefill_rate == 0 || backlog.age_s > kLifeS) return 0;
   const double own_s = num_prompt / backlog.prefill_rate;
   const double before_s = static_cast<double>(backlog.num_rows) / backlog.prefill_rate;
   const int num_seats_missing = backlog.num_waiting + 1 - backlog.num_free_slots;

@@ -22,11 +22,12 @@ class Pace {
   int prefill_rows(double decode_s) const;
   // A step that took step_s. decode_s: the part of it that its rows of decode would have taken
   // alone.
-  void record(bool has_decode, int num_prefill_rows, double step_s);
+  // True where it has told how fast long prompts go: with enough rows, or with whole chunks.
+  bool record(bool has_decode, int num_prefill_rows, double step_s);
 
   // What a step of decode alone takes; 0 while none was measured.
   double decode_s() const { return decode_s_; }
-  // Rows of prefill per second of steps that hold some; 0 while none was measured.
+  // Rows of prefill per second of steps that tell; 0 while none was measured.
   double prefill_rate() const { return rate_; }
 
  private:
@@ -45,9 +46,11 @@ struct Backlog {
   int64_t num_rows = 0;        // of prompts that are computed before its own
   double prefill_rate = 0;     // rows per second
   double seat_interval_s = 0;  // between two seats becoming free while all are taken; 0: unknown
+  double age_s = 0;            // since the rate was measured
 };
 
-// Seconds until its prompt of so many tokens would be computed; 0 where nothing is known yet.
+// Seconds until its prompt of so many tokens would be computed; 0 where nothing is known, or no
+// more: who is turned away measures nothing, so one bad figure must not turn everybody away.
 double estimate_wait_s(const Backlog &backlog, int num_prompt);
 
 }  // namespace xllm
