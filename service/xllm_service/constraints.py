@@ -21,6 +21,7 @@ MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 _MAX_DEPTH = 48  # of brackets; llguidance's parsers call themselves once a level
 _MAX_MESSAGE = 300
+_NOTHING_FITS = "no output satisfies it; change it so that at least one does"
 
 # Fuel is work: some 50 to 100 ms each for compiling and, at the very worst, for one mask. States are memory, 1 to 2 kB.
 # note: fuel does not bound everything, so each constraint is compiled in a process of its own first.
@@ -110,7 +111,11 @@ def _json_grammar(text: str) -> str:
         raise ConstraintError(f"expected JSON: {error}") from None
     if not isinstance(schema, (dict, bool)):
         raise ConstraintError("expected a JSON object, which a JSON Schema is")
-    if isinstance(schema, dict):
+    if schema is False:
+        raise ConstraintError(_NOTHING_FITS)
+    if schema is True:  # llguidance takes no bare one
+        schema = {}
+    else:
         # Its own switches for how a schema is read, some of which leave keywords out.
         schema.pop("x-guidance", None)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=_JSON_STYLE)
@@ -250,7 +255,7 @@ class ConstraintCompiler:
         if matcher.error:
             raise ConstraintError(matcher.error)
         if not any(words):
-            raise ConstraintError("no output satisfies it")
+            raise ConstraintError(_NOTHING_FITS)
         return matcher
 
 
@@ -274,5 +279,6 @@ class _Vocabulary:
 
 
 def _one_line(text: str) -> str:
-    """Return the first lines of a parser's message, as one."""
-    return " ".join(text.split())[:_MAX_MESSAGE]
+    """Return the first lines of a parser's message, as one, in words that a client can use."""
+    line = " ".join(text.removesuffix("<non-verbose/>").split())[:_MAX_MESSAGE]
+    return _NOTHING_FITS if line == "NoExtensionBias" else line

@@ -182,3 +182,25 @@ def test_a_schemas_own_switches_are_not_obeyed(compiler: ConstraintCompiler) -> 
     schema: dict[str, Any] = {"not": {"type": "string"}, "x-guidance": {"lenient": True}}
     with pytest.raises(ConstraintError, match=re.compile("not", re.IGNORECASE)):
         compiler.compile(Constraint("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("regex", r"[^\x00-\U0010ffff]"),
+        Constraint("grammar", "start: start"),
+        Constraint("json_schema", '{"$ref": "#"}'),
+        Constraint("json_schema", "false"),
+    ],
+    ids=["regex", "grammar", "schema", "false"],
+)
+def test_what_no_output_satisfies_is_refused_in_plain_words(
+    compiler: ConstraintCompiler, constraint: Constraint
+) -> None:
+    with pytest.raises(ConstraintError, match=r"^no output satisfies it"):
+        compiler.compile(constraint)
+
+
+def test_the_schema_that_is_true_lets_any_json_through(compiler: ConstraintCompiler) -> None:
+    for text in ("12", '"x"', "[1, {}]"):
+        assert accepts(compiler, Constraint("json_schema", "true"), text)
