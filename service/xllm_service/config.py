@@ -468,6 +468,8 @@ def load_config(
         setting = by_name.get(name.replace("_", "-"))
         if setting is None:
             raise ConfigError(f"{config_file}: {name} is no setting; known are {', '.join(sorted(by_name))}")
+        if setting.field in found:
+            raise ConfigError(f"{config_file}: {name} is {setting.name} in another spelling; give it once")
         found[setting.field] = _parse(setting, value, f"{config_file}: {name}")
         sources[setting.field] = str(config_file)
     by_env = {setting.env: setting for setting in SETTINGS}

@@ -139,3 +139,10 @@ def test_a_model_that_has_a_name_goes_by_it_unless_another_is_set() -> None:
 @pytest.mark.parametrize("path", ["/models/Tiny Model.Q4_1.gguf", "/models/.gguf"])
 def test_the_model_has_a_usable_name(path: str) -> None:
     assert load_config(path).model_name in ("Tiny-Model.Q4_1", "model")
+
+
+def test_a_setting_is_given_once_in_a_file_whatever_its_spelling(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("max-slots = 4\nmax_slots = 5\n")
+    with pytest.raises(ConfigError, match="max_slots is max-slots in another spelling"):
+        load_config("m.gguf", config_file=file)
