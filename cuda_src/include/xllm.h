@@ -316,7 +316,7 @@ typedef struct xllm_plan {
   uint64_t kv_pool_bytes;
   uint64_t kv_num_blocks;
   uint64_t scratch_bytes;
-  uint64_t table_bytes;
+  uint64_t table_bytes;        /* RoPE; on the CPU the vocabulary too */
   uint64_t total_bytes;        /* for the configured mode */
   uint64_t device_total_bytes; /* or the memory_limit */
   uint64_t device_free_bytes;

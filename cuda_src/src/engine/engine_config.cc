@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "tokenizer/tokenizer.h"
 
 namespace xllm {
 namespace {
@@ -86,6 +87,7 @@ EnginePlan plan_engine(const EngineModel &model, const EngineConfig &config,
   options.max_slots = config.max_slots;
   options.max_seq_len = out.max_seq_len;
   options.prefill_chunk_tokens = config.prefill_chunk;
+  if (model.tokenizer != nullptr) options.vocabulary_bytes = model.tokenizer->memory_bytes();
   const auto plan = [&] {
     MemoryPlan memory = make_plan(backend, model.dims, model.tensors, options);
     for (const WeightSetPlan &set : memory.sets) backend.check_kv({set.kv_layout});

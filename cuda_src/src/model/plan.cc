@@ -110,6 +110,10 @@ MemoryPlan make_plan(const Backend &backend, const ModelDims &dims, const ModelT
   if (options.raw_later) add_set(WeightForm::kRaw, false);
   if (options.dequantized_later) add_set(WeightForm::kDequantized, false);
 
+  if (plan.backend == "cpu" && !plan.sets.empty()) {
+    plan.sets.front().table_bytes += options.vocabulary_bytes;
+  }
+
   // Pools last, because auto gives a pool what the rest leaves. In the order of the sets: the ones
   // at creation come first.
   uint64_t planned = 0;

@@ -24,6 +24,8 @@ struct PlanOptions {
   int max_slots = 1;
   int max_seq_len = 0;
   int prefill_chunk_tokens = 512;
+  // The vocabulary's tables in host memory: a part of the plan where the backend computes there.
+  uint64_t vocabulary_bytes = 0;
 };
 
 // One set of weights with what runs on it: its own KV pool, scratch and tables.

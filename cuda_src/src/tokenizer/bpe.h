@@ -23,6 +23,8 @@ class BpeModel : public TextModel {
 
   // A byte without a token of its own leaves no trace, as in the reference.
   void encode(std::string_view text, bool starts_text, std::vector<int32_t> *ids) const override;
+  // Symbols that are no tokens are few and not counted.
+  size_t memory_bytes() const override { return merges_.memory_bytes(); }
 
  private:
   // Symbols are token ids, and from num_tokens on the strings that merges pass through although

@@ -69,6 +69,8 @@ class PairMap {
     return true;
   }
 
+  size_t memory_bytes() const { return slots_.capacity() * sizeof(Slot); }
+
   // Null if the pair is not there.
   const Value *find(uint32_t left, uint32_t right) const {
     const Slot &slot = slots_[find_slot(key_of(left, right))];

@@ -22,6 +22,7 @@ class SpmModel : public TextModel {
   // U+2581 in the text is a space, as in the reference.
   void encode(std::string_view text, bool starts_text, std::vector<int32_t> *ids) const override;
   bool has_space_prefix() const override { return add_space_prefix_; }
+  size_t memory_bytes() const override { return priorities_.capacity() * sizeof(uint32_t); }
 
  private:
   class Run;

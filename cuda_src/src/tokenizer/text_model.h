@@ -1,6 +1,7 @@
 // What turns text into ids: implemented by byte-level BPE and by SentencePiece.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -17,6 +18,9 @@ class TextModel {
 
   // Whether texts get a space of the model's own in front, which decoding takes off.
   virtual bool has_space_prefix() const { return false; }
+
+  // Heap memory of its tables.
+  virtual size_t memory_bytes() const = 0;
 };
 
 }  // namespace xllm

@@ -102,6 +102,10 @@ std::unique_ptr<Tokenizer> Tokenizer::create(const VocabSource &source) {
   return std::unique_ptr<Tokenizer>(new Tokenizer(source));
 }
 
+size_t Tokenizer::memory_bytes() const {
+  return vocab_->memory_bytes() + (text_model_ != nullptr ? text_model_->memory_bytes() : 0);
+}
+
 void Tokenizer::require_text() const {
   if (!has_text()) throw Error(Status::kNoTokenizer, without_text_reason_);
 }

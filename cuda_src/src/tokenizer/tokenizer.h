@@ -132,6 +132,8 @@ class Tokenizer {
 
   // Rows of the head, padding included; ids are in [0, vocab_size()).
   int32_t vocab_size() const;
+  // Heap memory of the vocabulary and the look-up tables, what is small left out.
+  size_t memory_bytes() const;
   // How many ids may be chosen, and whether this one may: UNUSED and padding rows never are (any id
   // is with "no_vocab").
   int32_t num_real_tokens() const;

@@ -203,4 +203,10 @@ bool Vocab::insert(int32_t id, Index *index) {
   return true;
 }
 
+size_t Vocab::memory_bytes() const {
+  return bytes_.capacity() + offsets_.capacity() * sizeof(uint32_t) +
+         types_.capacity() * sizeof(TokenType) + is_text_.capacity() / 8 +
+         (text_index_.capacity() + special_index_.capacity()) * sizeof(Slot);
+}
+
 }  // namespace xllm

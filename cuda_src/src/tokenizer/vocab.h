@@ -49,6 +49,9 @@ class Vocab {
   // for llama.
   int32_t byte_token(unsigned char byte) const { return byte_tokens_[byte]; }
 
+  // Heap memory of its tables.
+  size_t memory_bytes() const;
+
  private:
   // Open addressing by the piece's hash, whose upper half is kept so that most slots of other
   // pieces are passed without a look at their bytes. id -1: empty.
