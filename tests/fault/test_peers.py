@@ -65,24 +65,31 @@ async def storm(path: str, num_streams: int, watched: Watched | None) -> None:
     headers = request_headers("/xllm.v1.GenerationService/Generate")
     num_awaited = 0 if watched is None else 20
     left = num_streams
-    while left:
+    while left > 0:
         reader, writer = await asyncio.open_unix_connection(path)
-        swallowing = asyncio.ensure_future(_swallow(reader, writer))
+        ended: set[int] = set()
+        swallowing = asyncio.ensure_future(_swallow(reader, writer, ended))
         writer.write(PREFACE + frame(SETTINGS, 0, 0, b""))
         try:
             for batch in range(min(left, 10_000) // 50):
                 streams = [2 * (50 * batch + number) + 1 for number in range(50)]
+                left -= len(streams)
                 num_before = 0 if watched is None else watched.num_calls
                 for stream in streams:
                     writer.write(frame(HEADERS, END_HEADERS, stream, headers))
                     if watched is not None:
                         writer.write(frame(DATA, END_STREAM, stream, body))
                 if watched is not None and num_awaited > 0:
-                    await eventually(lambda: watched.num_calls > num_before)  # noqa: B023  # awaited at once
-                    num_awaited -= 1
+                    # A server under attack may also refuse every one of them, or close the connection.
+                    await eventually(
+                        lambda: watched.num_calls > num_before or swallowing.done() or ended.issuperset(streams),  # noqa: B023
+                        timeout_s=60,
+                    )
+                    if swallowing.done():
+                        break
+                    num_awaited -= watched.num_calls > num_before
                 for stream in streams:
                     writer.write(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
-                left -= len(streams)
                 await writer.drain()
         except ConnectionError:
             pass  # thrown out, which is an answer too
@@ -92,13 +99,15 @@ async def storm(path: str, num_streams: int, watched: Watched | None) -> None:
             await asyncio.wait((swallowing,))
 
 
-async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Read what comes, and be polite about settings and pings: only then are streams taken."""
+async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ended: set[int]) -> None:
+    """Read what comes, noting the streams that end; be polite about settings and pings: only then are streams taken."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             head = await reader.readexactly(9)
             payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
             kind, flags = head[3], head[4]
+            if kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+                ended.add(int.from_bytes(head[5:9], "big"))
             if kind in (SETTINGS, PING) and not flags & ACK:
                 writer.write(frame(kind, ACK, 0, payload if kind == PING else b""))
 
