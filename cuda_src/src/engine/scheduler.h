@@ -1,29 +1,36 @@
 // Who computes what in the next step, and with which KV blocks. Policy over sequences and block
 // ids: no device, no text, no clock.
 //
-// Rules
-//   order      by seniority: owned slots, then priority, then tenants' turns, then arrival. A
-//   tenant that comes with many requests at once gets a turn for each, one behind the other, and
-//   one that comes later is not behind all of them but at the turn that is served now. Everything
-//   below goes from senior to junior. decode     every running sequence whose prompt is computed
-//   gets one row in every step. prefill    the others share prefill_chunk rows per step, the most
-//   senior first. held       a sequence whose next token may not be chosen yet (its mask has not
-//   come) computes what lies before its last token and then sits steps out, with its blocks; the
-//   others go on. turns      where max_step_sequences is 1, a step holds one sequence: the one
-//   whose turn is longest ago. blocks     are taken for the rows of this step only. A sequence that
-//   gets none takes them from the most junior running one, which is preempted: all its blocks go
-//   back, and it waits with its tokens. When there is no junior to take from, it sits this step out
-//   and keeps what it has; a senior or the end of one will free more. The most senior always gets
-//   on, unless owned slots hold what it needs. pinned     what runs in an owned slot never waits
-//   and is never preempted. When nobody is left to take blocks from, it is exhausted; its blocks
-//   stay with the slot. admission  the most senior waiting sequence runs when it has a seat and the
-//   pool could hold all its tokens, beside what the running ones need for theirs and one more block
-//   for each. So a preempted one does not come back only to be preempted again at once. sharing
-//   sequences of one prompt (outputs of one request) wait for the first of them, the leader, to
-//   compute it, and then share its blocks; forked slots share likewise. Whoever writes into a block
-//   that others use makes it its own first: the device copies it before the step. resumption a
-//   preempted sequence computes its tokens again, generated ones as rows of a chunk: rows do not
-//   depend on their neighbours, so its bytes are what they would have been.
+// Rules. Each has a dash in front, which keeps clang-format from making one paragraph of them.
+//   - order       by seniority: owned slots, then priority, then tenants' turns, then arrival. A
+//                 tenant that comes with many requests at once gets a turn for each, one behind the
+//                 other, and one that comes later is not behind all of them but at the turn that is
+//                 served now. Everything below goes from senior to junior.
+//   - decode      every running sequence whose prompt is computed gets one row in every step.
+//   - prefill     the others share prefill_chunk rows per step, the most senior first.
+//   - held        a sequence whose next token may not be chosen yet (its mask has not come)
+//                 computes what lies before its last token and then sits steps out, with its
+//                 blocks; the others go on.
+//   - turns       where max_step_sequences is 1, a step holds one sequence: the one whose turn is
+//                 longest ago.
+//   - blocks      are taken for the rows of this step only. A sequence that gets none takes them
+//                 from the most junior running one, which is preempted: all its blocks go back, and
+//                 it waits with its tokens. When there is no junior to take from, it sits this step
+//                 out and keeps what it has; a senior or the end of one will free more. The most
+//                 senior always gets on, unless owned slots hold what it needs.
+//   - pinned      what runs in an owned slot never waits and is never preempted. When nobody is
+//                 left to take blocks from, it is exhausted; its blocks stay with the slot.
+//   - admission   the most senior waiting sequence runs when it has a seat and the pool could hold
+//                 all its tokens, beside what the running ones need for theirs and one more block
+//                 for each. So a preempted one does not come back only to be preempted again at
+//                 once.
+//   - sharing     sequences of one prompt (outputs of one request) wait for the first of them, the
+//                 leader, to compute it, and then share its blocks; forked slots share likewise.
+//                 Whoever writes into a block that others use makes it its own first: the device
+//                 copies it before the step.
+//   - resumption  a preempted sequence computes its tokens again, generated ones as rows of a
+//                 chunk: rows do not depend on their neighbours, so its bytes are what they would
+//                 have been.
 #pragma once
 
 #include <cstdint>
