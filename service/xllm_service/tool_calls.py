@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
-_DECODER = json.JSONDecoder()
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+# NaN and Infinity, which Python reads, are no JSON, and the arguments' text is passed on as it is.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MAX_NAME = 256
 
@@ -75,7 +82,7 @@ def _read_call(text: str, at: int) -> tuple[ToolCall, int]:
     name, _ = values.get("name", (None, ""))
     arguments, written = values.get("arguments", values.get("parameters", ({}, "{}")))
     if isinstance(arguments, str):  # some models write the object's text into a string
-        written, arguments = arguments, json.loads(arguments)
+        written, arguments = arguments, _DECODER.decode(arguments)
     if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME or not isinstance(arguments, dict):
         raise ValueError("no call")
     return ToolCall(name, written), at + 1

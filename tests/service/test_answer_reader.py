@@ -138,6 +138,13 @@ def test_what_is_no_call(text: str) -> None:
     assert read_calls(text) is None
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_what_only_python_takes_for_json_is_no_call(value: str) -> None:
+    assert read_calls(f'{{"name": "f", "arguments": {{"a": {value}}}}}') is None
+    assert read_calls(f'[{{"name": "f", "arguments": {{"a": [1, {value}]}}}}]') is None
+    assert read_calls(f'{{"name": "f", "arguments": "{{\\"a\\": {value}}}"}}') is None
+
+
 def test_arguments_written_into_a_string_are_taken_out_of_it() -> None:
     assert read_calls('{"name": "f", "arguments": "{\\"a\\": 1}"}') == [ToolCall("f", '{"a": 1}')]
     assert read_calls('{"name": "f"}') == [ToolCall("f", "{}")]
