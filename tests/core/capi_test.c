@@ -449,6 +449,11 @@ static void test_engine(xllm_model *model) {
   wrong.stop_strings = &stop;
   wrong.num_stop_strings = 1;
   CHECK_STATUS(XLLM_STATUS_NO_TOKENIZER, xllm_engine_submit(engine, &wrong, &id, &err));
+  const xllm_text long_stop = {"x", 1000, 0}; /* refused by its size, before it is read */
+  wrong.stop_strings = &long_stop;
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT, xllm_engine_submit(engine, &wrong, &id, &err));
+  CHECK(strcmp(err.details, "field=stop_strings[0]\n") == 0);
+  CHECK(strstr(err.message, "expected 1 to 256 bytes, found 1000") != NULL);
   CHECK(id == 77);
   CHECK_STATUS(XLLM_STATUS_NOT_FOUND, xllm_engine_cancel(engine, 1000, &err));
   test_masks(engine, request);

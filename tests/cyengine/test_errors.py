@@ -117,6 +117,11 @@ def test_request_values_out_of_range_name_the_field(engine: Engine, field: str, 
     assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
+def test_a_long_stop_string_is_refused_with_its_own_length(engine: Engine) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="found 1000"):
+        engine.submit(Request(prompt=[1], stop_strings=["a", "x" * 1000]))
+
+
 def test_values_of_another_kind_are_refused(engine: Engine) -> None:
     with pytest.raises(TypeError):
         engine.submit(Request(prompt=[1.9, 2.9]))  # type: ignore[list-item]

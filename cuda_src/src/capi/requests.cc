@@ -64,7 +64,8 @@ RequestOptions read_request(const xllm_request *in, int max_seq_len) {
   for (size_t i = 0; i < r.num_stop_strings; ++i) {
     const xllm_text &text = r.stop_strings[i];
     require_array(text.data, text.size, "stop_strings");
-    out.stop_strings.emplace_back(text.size > 0 ? text.data : "", std::min<size_t>(text.size, 257));
+    check_stop_string_size(text.size, i);  // before it is copied, as the counts above
+    out.stop_strings.emplace_back(text.data, text.size);
   }
   if (r.num_stop_token_ids > 0) {
     out.stop_token_ids.assign(r.stop_token_ids, r.stop_token_ids + r.num_stop_token_ids);

@@ -55,6 +55,12 @@ void check_prompt_length(size_t num_tokens, int max_seq_len) {
               {{"field", "prompt"}, {"num_tokens", std::to_string(num_tokens)}, {"limit", limit}});
 }
 
+void check_stop_string_size(size_t size_bytes, size_t index) {
+  if (size_bytes >= 1 && size_bytes <= kMaxStopStringBytes) return;
+  refuse(element("stop_strings", index), "expected 1 to " + std::to_string(kMaxStopStringBytes) +
+                                             " bytes, found " + std::to_string(size_bytes));
+}
+
 void validate(const RequestOptions &options, RequestKind kind, const Vocabulary &vocabulary,
               int max_seq_len) {
   if (kind == RequestKind::kDecode) {
@@ -84,10 +90,7 @@ void validate(const RequestOptions &options, RequestKind kind, const Vocabulary 
   check_count("stop_strings", options.stop_strings.size(), kMaxStopStrings);
   for (size_t i = 0; i < options.stop_strings.size(); ++i) {
     const std::string &stop = options.stop_strings[i];
-    if (stop.empty() || stop.size() > kMaxStopStringBytes) {
-      refuse(element("stop_strings", i), "expected 1 to " + std::to_string(kMaxStopStringBytes) +
-                                             " bytes, found " + std::to_string(stop.size()));
-    }
+    check_stop_string_size(stop.size(), i);
     const size_t invalid = find_invalid_utf8(stop);
     if (invalid < stop.size()) {
       refuse(element("stop_strings", i),

@@ -56,6 +56,10 @@ enum class RequestKind {
 // token. Apart, so that a caller can ask before it copies the prompt.
 void check_prompt_length(size_t num_tokens, int max_seq_len);
 
+// Throws Error(kInvalidArgument, detail "field") unless stop string `index` may be so long. Apart,
+// so that a caller can ask before it copies the string.
+void check_stop_string_size(size_t size_bytes, size_t index);
+
 // Throws Error for the first field out of its range: kInvalidArgument (detail "field"),
 // kPromptTooLong, kNoTokenizer (stop strings without a vocabulary). A decode has no prompt.
 void validate(const RequestOptions &options, RequestKind kind, const Vocabulary &vocabulary,
