@@ -450,9 +450,11 @@ XLLM_API xllm_status xllm_engine_submit(xllm_engine *engine, const xllm_request 
 /* Queue several outputs of one request: each is a request of its own, with its own id, seat, events
  * and end. The prompt is computed once: the others wait for the first one to have it, and share its
  * KV blocks; their num_cached_tokens says so. Where the first one ends before they have their
- * seats, they take what the prefix cache has of it. num_outputs   1 to 128; all are queued, or none
- *   out_ids       [num_outputs]; output i draws with the seed of the request, or the one drawn,
- * plus i (modulo 2^64), echoed in its ACCEPTED event Errors as for xllm_engine_submit. */
+ * seats, they take what the prefix cache has of it.
+ *   - num_outputs   1 to 128, and at most max_slots + max_queue; all are queued, or none
+ *   - out_ids       [num_outputs]; output i draws with the seed of the request, or the one drawn,
+ *                   plus i (modulo 2^64), echoed in its ACCEPTED event
+ * Errors as for xllm_engine_submit; INVALID_ARGUMENT for such a num_outputs. */
 XLLM_API xllm_status xllm_engine_submit_outputs(xllm_engine *engine, const xllm_request *request,
                                                 size_t num_outputs, uint64_t *out_ids,
                                                 xllm_error *err);

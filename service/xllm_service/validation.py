@@ -123,11 +123,13 @@ class RequestLimits:
 
     Attributes:
         num_head_rows: token ids lie below this.
+        num_places: most outputs that the engine runs or queues at once (max_slots + max_queue).
         default_max_tokens, default_queue_s: where a request has none; None: no bound.
         max_chat_messages: most messages of one conversation.
     """
 
     num_head_rows: int
+    num_places: int = MAX_OUTPUTS
     default_max_tokens: int | None = None
     default_queue_s: float | None = None
     max_chat_messages: int = 4096
@@ -254,6 +256,10 @@ def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits)
     num_outputs = check.integer(spec, "num_outputs", "spec", 1, 1, MAX_OUTPUTS) or 1
     if num_outputs > 1 and spec.HasField("slot"):
         check.refuse("spec.num_outputs", "expected 1 in a slot; fork the slot for further outputs")
+    elif num_outputs > limits.num_places:
+        # They are queued together or not at all: no retry would find the places.
+        places = f"{limits.num_places}, this server's max_slots + max_queue"
+        check.refuse("spec.num_outputs", f"expected at most {places}, found {num_outputs}")
     check.raise_if_any()
     return ValidRequest(
         request_id=spec.request_id,

@@ -455,6 +455,12 @@ static void test_engine(xllm_model *model) {
   CHECK(strcmp(err.details, "field=stop_strings[0]\n") == 0);
   CHECK(strstr(err.message, "expected 1 to 256 bytes, found 1000") != NULL);
   CHECK(id == 77);
+  uint64_t ids[3] = {77, 77, 77}; /* more than max_slots 2 and max_queue 0 ever have places for */
+  CHECK_STATUS(XLLM_STATUS_INVALID_ARGUMENT,
+               xllm_engine_submit_outputs(engine, &request, 3, ids, &err));
+  CHECK(strcmp(err.details, "field=num_outputs\n") == 0);
+  CHECK(strstr(err.message, "max_slots + max_queue, 2, found 3") != NULL);
+  CHECK(ids[0] == 77);
   CHECK_STATUS(XLLM_STATUS_NOT_FOUND, xllm_engine_cancel(engine, 1000, &err));
   test_masks(engine, request);
   xllm_events *events = NULL;

@@ -279,7 +279,7 @@ TEST(Outputs, AreQueuedAllOrNone) {
   EXPECT_EQ(status_of([&] { engine->submit(request(prompt_of(5), 5), 4); }), Status::kQueueFull);
   EXPECT_EQ(engine->submit(request(prompt_of(5), 5), 3).size(), 3u);
   std::string field;
-  for (const int count : {0, -1, 129}) {
+  for (const int count : {0, -1, 129, 5}) {  // 5: more than there will ever be places for
     EXPECT_EQ(status_of([&] { engine->submit(request(prompt_of(5), 5), count); }, &field),
               Status::kInvalidArgument);
     EXPECT_EQ(field, "num_outputs");

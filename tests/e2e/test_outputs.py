@@ -95,6 +95,15 @@ async def test_a_number_of_outputs_out_of_range_is_refused(random_model: Path, t
         assert [violation.field for violation in caught.value.field_violations] == ["spec.num_outputs"]
 
 
+async def test_more_outputs_than_the_queue_ever_holds_are_no_full_queue(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path, max_slots=2, max_queue=1) as (_, client):
+        assert len((await client.generate_once("x", num_outputs=3, max_tokens=2)).outputs) == 3
+        with pytest.raises(InvalidArgumentError, match=r"at most 3, .*max_slots \+ max_queue, found 4") as caught:
+            await client.generate_once("x", num_outputs=4)
+        assert [violation.field for violation in caught.value.field_violations] == ["spec.num_outputs"]
+        assert caught.value.retry_delay_s is None
+
+
 async def test_a_slot_has_one_output(random_model: Path, tmp_path: Path) -> None:
     async with serving(random_model, tmp_path) as (_, client):
         assert isinstance(client, AsyncClient)

@@ -37,6 +37,14 @@ def test_the_servers_defaults_fill_in() -> None:
     assert (request.max_tokens, request.max_queue_s) == (7, 2.0)
 
 
+def test_more_outputs_than_there_are_places_for_are_refused_by_the_limit() -> None:
+    limits = RequestLimits(100, num_places=4)
+    assert validate(generation_service_pb2.GenerationSpec(text="x", num_outputs=4), limits).num_outputs == 4
+    with pytest.raises(InvalidFieldError, match="at most 4, this server's max_slots") as caught:
+        check(limits, num_outputs=5)
+    assert [path for path, _ in caught.value.violations()] == ["spec.num_outputs"]
+
+
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [

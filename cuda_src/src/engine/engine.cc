@@ -91,6 +91,14 @@ std::vector<uint64_t> Engine::submit(RequestOptions options, int num_outputs) {
                     std::to_string(num_outputs),
                 {{"field", "num_outputs"}});
   }
+  // All are queued or none: what an empty engine has no places for would be refused for ever.
+  const int64_t num_places = int64_t{config_.max_slots} + config_.max_queue;
+  if (num_outputs > num_places) {
+    throw Error(Status::kInvalidArgument,
+                "num_outputs: expected at most max_slots + max_queue, " +
+                    std::to_string(num_places) + ", found " + std::to_string(num_outputs),
+                {{"field", "num_outputs"}});
+  }
   // Built before the lock is taken: copying and counting a long prompt holds nobody up.
   std::vector<std::unique_ptr<Request>> requests;
   const uint64_t first_seed = options.sampling.seed.value_or(random_u64());
@@ -102,8 +110,7 @@ std::vector<uint64_t> Engine::submit(RequestOptions options, int num_outputs) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     check_open();
-    const int64_t limit = int64_t{config_.max_slots} + config_.max_queue;
-    if (num_live_ + num_outputs > limit) {
+    if (num_live_ + num_outputs > num_places) {
       throw Error(Status::kQueueFull,
                   "queue: " + std::to_string(config_.max_queue) +
                       " requests wait already (max_queue); retry later",

@@ -61,6 +61,7 @@ _FIELD_PATHS = {
     "stop_token_ids": "spec.stop.token_ids",
     "num_logprobs": "spec.output.top_logprobs",
     "priority": "spec.priority",
+    "num_outputs": "spec.num_outputs",
 }
 _METADATA_NAMES = {
     "num_tokens": "num_prompt_tokens",

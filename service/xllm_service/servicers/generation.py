@@ -110,7 +110,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         spec = request.spec
         hosted, owned = self._place(spec)
         engine = hosted.engine
-        valid = validate(spec, self._served.limits(engine.model))
+        valid = validate(spec, self._served.limits(engine))
         mode = _mode(engine, owned, valid.choices, "EstimateGeneration")
         await check_digest(engine.model, valid.expected_digest)
         await compiled(engine.model, valid.choices, "spec.")
@@ -147,7 +147,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
         arrival = time.monotonic()
         hosted, owned = self._place(spec)
         engine = hosted.engine
-        request = validate(spec, self._served.limits(engine.model))
+        request = validate(spec, self._served.limits(engine))
         choices = request.choices
         fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         async with live_call(

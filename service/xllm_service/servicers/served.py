@@ -60,10 +60,11 @@ class Served:
         """Return the model that a call means. Raises as get."""
         return self.get(model).engine.model
 
-    def limits(self, model: Model) -> RequestLimits:
-        """What requests to a model may ask for."""
+    def limits(self, engine: AsyncEngine) -> RequestLimits:
+        """What requests to an engine may ask for."""
         return RequestLimits(
-            num_head_rows=model.info.vocab_size,
+            num_head_rows=engine.model.info.vocab_size,
+            num_places=engine.info.max_slots + engine.info.max_queue,
             default_max_tokens=self.config.default_max_tokens or None,
             default_queue_s=self.config.default_queue_time or None,
             max_chat_messages=self.config.max_chat_messages,

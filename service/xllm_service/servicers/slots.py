@@ -175,7 +175,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         owned = owned_slot(self._served, request.ref)
         hosted = owned.hosted
         engine = hosted.engine
-        prompt = validate_prompt(request, self._served.limits(engine.model))
+        prompt = validate_prompt(request, self._served.limits(engine))
         stream = _Stream(context, slot_service_pb2.PrefillResponse)
         async with live_call(
             self._served, context, request_id="", model=hosted.name, fingerprint=_fingerprint(request)
@@ -213,7 +213,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         arrival = time.monotonic()
         owned = owned_slot(self._served, request.ref)
         hosted = owned.hosted
-        limits = self._served.limits(hosted.engine.model)
+        limits = self._served.limits(hosted.engine)
         (choices,) = validate_decode(request.request_id, {"options.": request.options}, limits)
         choices = await compiled(hosted.engine.model, choices, "options.")
         stream = _Stream(context, slot_service_pb2.DecodeSlotResponse)
@@ -248,7 +248,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         arrival = time.monotonic()
         entries = self._batch(request.entries)
         hosted = entries[0].hosted
-        limits = self._served.limits(hosted.engine.model)
+        limits = self._served.limits(hosted.engine)
         paths = {f"entries[{index}].options.": entry.options for index, entry in enumerate(request.entries)}
         checked = validate_decode(request.request_id, paths, limits)
         choices = [await compiled(hosted.engine.model, one, path) for one, path in zip(checked, paths, strict=True)]
