@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import grpc
 import jsonschema
 import pytest
 
 from tests.e2e.serving import eventually, is_idle, serving
 from tests.tools.make_tiny_gguf import make_tiny_gguf
 from tests.tools.schemas import heavy_schemas, hostile_schemas, random_schema
-from xllm_client import AsyncClient, DecodeMode, InvalidArgumentError
+from xllm_client import AsyncClient, DecodeMode, InvalidArgumentError, XllmError
 from xllm_client.v1 import generation_pb2
 
 STOPPED = (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_CONSTRAINT_COMPLETE)
@@ -188,6 +192,23 @@ async def test_a_cancel_while_a_mask_is_waited_for_gives_everything_back(random_
         await eventually(lambda: is_idle(server))
         engine = server.served.get("").engine
         await eventually(lambda: not engine._constrained)
+
+
+async def test_without_a_process_to_compile_it_a_constraint_may_be_tried_again(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_processes(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async with serving(random_model, tmp_path) as (server, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", no_processes)
+            with pytest.raises(XllmError, match="retry later") as caught:
+                await client.generate_once("the", regex="ab", timeout_s=60)
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "COMPILER_UNAVAILABLE")
+        assert caught.value.retry_delay_s
+        assert (await client.generate_once("the", regex="ab")).text == "ab"
+        await eventually(lambda: is_idle(server))
 
 
 async def test_each_of_several_outputs_keeps_to_it_by_itself(random_model: Path, tmp_path: Path) -> None:

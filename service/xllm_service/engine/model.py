@@ -17,6 +17,7 @@ from cyengine.types import EndToken, Fact, Metadata, ModelInfo, Plan, TensorInfo
 from xllm_service.answer_markers import find_markers, marker_ids
 from xllm_service.chat_template import ChatTemplate, Piece, TemplateRenderError, TemplateUnusableError
 from xllm_service.config import ServeConfig
+from xllm_service.constraint_sandbox import SandboxUnavailableError
 from xllm_service.constraints import Constraint, ConstraintCompiler, ConstraintError, Matcher
 from xllm_service.digest import FileDigest, shard_paths
 from xllm_service.engine.config import engine_config
@@ -187,7 +188,8 @@ class Model:
     async def compile(self, constraint: Constraint, field: str) -> Matcher:
         """Return what follows an output that is constrained; one is compiled at a time, in a thread of its own.
 
-        Raises INVALID_CONSTRAINT for a constraint that cannot be held to, NO_TOKENIZER where the model has no text.
+        Raises INVALID_CONSTRAINT for a constraint that cannot be held to, NO_TOKENIZER where the model has no text,
+        COMPILER_UNAVAILABLE where the machine has nothing left to compile it with.
         """
         work = functools.partial(self._compile, constraint, field)
         return await asyncio.get_running_loop().run_in_executor(self._compile_worker, work)
@@ -208,6 +210,8 @@ class Model:
             return self._compiler.compile(constraint)
         except ConstraintError as error:
             raise ServiceError(Reason.INVALID_CONSTRAINT, f"{field}: {error}", field=field) from None
+        except SandboxUnavailableError as error:
+            raise ServiceError(Reason.COMPILER_UNAVAILABLE, str(error)) from None
 
     @property
     def mask_bytes(self) -> int:
