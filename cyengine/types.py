@@ -284,6 +284,7 @@ class Request:
     max_tokens: int = 0
     """0: as many as max_seq_len leaves room for."""
     min_tokens: int = 0
+    """Before it no end and no stop token is chosen, and no stop string looked for; within a mask as push_masks says."""
     ignore_eos: bool = False
     num_logprobs: int | None = None
     """None: none; 0 to 20: the chosen token's and so many of the best candidates'."""

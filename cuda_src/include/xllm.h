@@ -410,7 +410,7 @@ typedef struct xllm_request {
   xllm_sampling_params sampling;
   uint32_t max_tokens; /* 0: as many as max_seq_len leaves room for */
   /* 0; before it, ends of generation and stop token ids are forbidden and stop strings not
-   * looked for. */
+   * looked for. A mask that leaves nothing but these ends the request: see xllm_token_mask. */
   uint32_t min_tokens;
   int32_t ignore_eos; /* 0; 1: the end-of-generation set does not end the answer */
   /* -1: none; 0..20: the chosen token's and so many best candidates'. */

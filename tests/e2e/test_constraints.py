@@ -211,6 +211,15 @@ async def test_without_a_process_to_compile_it_a_constraint_may_be_tried_again(
         await eventually(lambda: is_idle(server))
 
 
+async def test_min_tokens_yields_to_an_output_that_nothing_may_follow(random_model: Path, tmp_path: Path) -> None:
+    async with serving(random_model, tmp_path) as (_, client):
+        reply = await client.generate_once("the", regex="a", min_tokens=5, max_tokens=8)
+        assert (reply.text, reply.usage.num_generated_tokens) == ("a", 1)
+        assert reply.outputs[0].finished.reason in STOPPED
+        reply = await client.generate_once("the", regex="a(bcdefghij)?", min_tokens=2, max_tokens=20)
+        assert reply.text == "abcdefghij"  # where something may follow, the end has to wait
+
+
 async def test_each_of_several_outputs_keeps_to_it_by_itself(random_model: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"json_schema": random_schema(7), "temperature": 1.0, "max_tokens": 200}
     async with serving(random_model, tmp_path) as (server, client):
