@@ -9,6 +9,7 @@ import pytest
 from cyengine import DecodeMode, Model
 from tests.cases.logits import (
     FLOAT_TOLERANCE,
+    PER_SLOT_TOLERANCE,
     QUANT_TOLERANCE,
     check_against_reference,
     engine_logits,
@@ -45,3 +46,10 @@ def test_the_worst_position_of_the_demo_model_is_no_worse_than_llama_cpps(demo_m
         ids = model.encode(WORST_PROMPT)[:WORST_TOKENS]
     errors = relative_errors(engine_logits(demo_model, DecodeMode.BATCHED, ids), load(demo_model).logits(ids))
     assert errors.max() <= PEER_ERROR
+
+
+def test_the_per_slot_way_of_the_demo_model_is_the_reference_but_for_rounding(demo_model: Path) -> None:
+    with Model(demo_model) as model:
+        ids = model.encode(WORST_PROMPT)[:WORST_TOKENS]
+    errors = relative_errors(engine_logits(demo_model, DecodeMode.PER_SLOT, ids), load(demo_model).logits(ids))
+    assert errors.max() <= PER_SLOT_TOLERANCE

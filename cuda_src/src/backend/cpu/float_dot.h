@@ -1,5 +1,10 @@
 // Products with f32, f16 and bf16 weights over eight lanes L: R rows by T tokens at a time, each
 // with its 16 partial sums. Internal linkage: see lanes_scalar.h.
+//
+// f32 weights are what per-slot decoding computes with, the accuracy reference: there the rounding
+// errors of products and sums are carried along (Ogita, Rump, Oishi, "Accurate sum and dot
+// product", 2005, algorithm Dot2), so that a product is as good as one in twice the precision.
+// Plain f32 sums are not enough: a model has positions that enlarge an error a hundred times.
 #pragma once
 
 #include <cstdint>
@@ -14,28 +19,65 @@ namespace {
 template <typename L>
 struct F32Weights {
   using Element = float;
+  static constexpr bool kCompensated = true;
   static typename L::F load(const float *p) { return L::load(p); }
 };
 template <typename L>
 struct F16Weights {
   using Element = uint16_t;
+  static constexpr bool kCompensated = false;
   static typename L::F load(const uint16_t *p) { return L::load_half(p); }
 };
 template <typename L>
 struct BF16Weights {
   using Element = uint16_t;
+  static constexpr bool kCompensated = false;
   static typename L::F load(const uint16_t *p) { return L::load_bfloat(p); }
 };
+
+// Eight partial sums. Compensated: with what their additions and products have lost.
+template <typename L, bool kCompensated>
+struct PartialSums {
+  typename L::F value = L::zero();
+  void add_product(typename L::F w, typename L::F a) { value = L::fma(w, a, value); }
+};
+template <typename L>
+struct PartialSums<L, true> {
+  using F = typename L::F;
+  F value = L::zero(), lost = L::zero();
+  void add_product(F w, F a) {
+    const F product = L::mul(w, a);
+    const F product_lost = L::fma(w, a, L::sub(L::zero(), product));
+    const F sum = L::add(value, product);
+    const F taken = L::sub(sum, value);
+    const F sum_lost = L::add(L::sub(value, L::sub(sum, taken)), L::sub(product, taken));
+    value = sum;
+    lost = L::add(lost, L::add(sum_lost, product_lost));
+  }
+};
+
+template <typename L>
+inline float total(const PartialSums<L, false> &low, const PartialSums<L, false> &high) {
+  return L::sum(L::add(low.value, high.value));
+}
+template <typename L>
+inline float total(const PartialSums<L, true> &low, const PartialSums<L, true> &high) {
+  float value[16], lost[16];
+  L::store(value, low.value);
+  L::store(value + 8, high.value);
+  L::store(lost, low.lost);
+  L::store(lost + 8, high.lost);
+  double sum = 0;
+  for (int i = 0; i < 16; ++i) sum += static_cast<double>(value[i]) + static_cast<double>(lost[i]);
+  return static_cast<float>(sum);
+}
 
 template <typename L, typename W, int R, int T>
 inline void float_dot_tile(const uint8_t *weights, uint64_t row_bytes, const ActRow *acts, int cols,
                            float *out, int64_t out_stride) {
   using F = typename L::F;
   using Element = typename W::Element;
-  F low[R][T], high[R][T];
-  for (int r = 0; r < R; ++r) {
-    for (int t = 0; t < T; ++t) low[r][t] = high[r][t] = L::zero();
-  }
+  PartialSums<L, W::kCompensated> low[R][T], high[R][T];
   const auto row = [&](int r) {
     return reinterpret_cast<const Element *>(weights + static_cast<uint64_t>(r) * row_bytes);
   };
@@ -49,8 +91,8 @@ inline void float_dot_tile(const uint8_t *weights, uint64_t row_bytes, const Act
     for (int r = 0; r < R; ++r) {
       const F w = W::load(row(r) + i), w8 = W::load(row(r) + i + 8);
       for (int t = 0; t < T; ++t) {
-        low[r][t] = L::fma(w, a[t], low[r][t]);
-        high[r][t] = L::fma(w8, b[t], high[r][t]);
+        low[r][t].add_product(w, a[t]);
+        high[r][t].add_product(w8, b[t]);
       }
     }
   }
@@ -62,13 +104,13 @@ inline void float_dot_tile(const uint8_t *weights, uint64_t row_bytes, const Act
       for (int t = 0; t < T; ++t) {
         float a[16] = {};
         std::memcpy(a, acts[t].f + i, rest * sizeof(float));
-        low[r][t] = L::fma(W::load(w), L::load(a), low[r][t]);
-        high[r][t] = L::fma(W::load(w + 8), L::load(a + 8), high[r][t]);
+        low[r][t].add_product(W::load(w), L::load(a));
+        high[r][t].add_product(W::load(w + 8), L::load(a + 8));
       }
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int t = 0; t < T; ++t) out[t * out_stride + r] = L::sum(L::add(low[r][t], high[r][t]));
+    for (int t = 0; t < T; ++t) out[t * out_stride + r] = total<L>(low[r][t], high[r][t]);
   }
 }
 
@@ -90,11 +132,13 @@ template <typename L, typename W>
 inline void float_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
                       int num_tokens, int cols, float *out, int64_t out_stride) {
   int r = 0;
-  for (; r + 2 <= num_rows; r += 2) {
-    float_dot_rows<L, W, 2>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts,
-                            num_tokens, cols, out + r, out_stride);
+  if (!W::kCompensated) {  // whose sums of two rows would not fit the registers
+    for (; r + 2 <= num_rows; r += 2) {
+      float_dot_rows<L, W, 2>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts,
+                              num_tokens, cols, out + r, out_stride);
+    }
   }
-  if (r < num_rows) {
+  for (; r < num_rows; ++r) {
     float_dot_rows<L, W, 1>(weights + static_cast<uint64_t>(r) * row_bytes, row_bytes, acts,
                             num_tokens, cols, out + r, out_stride);
   }

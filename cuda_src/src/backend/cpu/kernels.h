@@ -40,7 +40,8 @@ constexpr int kTokenTile = 8;
 // Order per row: plain blocks, acc = fma(d * ad, sum(q * aq), acc), then with a min acc = fma(m,
 // ads, acc); super-blocks, over their 32s inner = fma(ad, sum(scale * q * aq), inner) from 0 and
 // least = fma(ads, min, least) (q2_k: fma(ad, sum(min * asum), least)), then acc = fma(d, inner,
-// acc), then acc = fma(-dmin, least, acc). f32, f16, bf16: the f32 dot above.
+// acc), then acc = fma(-dmin, least, acc). f16, bf16: the f32 dot above; f32: the same
+// with what additions and products lose carried along (float_dot.h).
 using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
                        int num_tokens, int cols, float *out, int64_t out_stride);
 
