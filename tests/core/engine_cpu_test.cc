@@ -49,17 +49,22 @@ TEST_P(CpuEngine, SameBytesAloneBesideSevenOthersPreemptedAndFromTheCache) {
         auto engine = make_cpu_engine(GetParam(), mode, num_threads, "", busy);
         busy.kv_memory = 16 * engine->info().plan.sets[0].kv_layout.block_bytes();
         engine = make_cpu_engine(GetParam(), mode, num_threads, "", busy);
-        std::vector<uint64_t> others;
-        for (int i = 0; i < 7; ++i) {
-          Ids other = prompt;
-          other[0] = i;
-          others.push_back(
-              engine->submit(sampled(request(other, 30), 70 + static_cast<uint64_t>(i))));
-        }
-        EXPECT_EQ(run(engine.get(), mine), alone);
-        EXPECT_EQ(run(engine.get(), mine), alone);
-        for (const uint64_t id : others) {
-          EXPECT_EQ(wait_for(engine.get(), id).finished.status, Status::kOk);
+        // Whether the others meet, so that blocks run out, is a matter of when this thread runs:
+        // again until they did.
+        for (int round = 0; round < 100; ++round) {
+          std::vector<uint64_t> others;
+          for (int i = 0; i < 7; ++i) {
+            Ids other = prompt;
+            other[0] = i;
+            others.push_back(
+                engine->submit(sampled(request(other, 30), 70 + static_cast<uint64_t>(i))));
+          }
+          EXPECT_EQ(run(engine.get(), mine), alone);
+          EXPECT_EQ(run(engine.get(), mine), alone);
+          for (const uint64_t id : others) {
+            EXPECT_EQ(wait_for(engine.get(), id).finished.status, Status::kOk);
+          }
+          if (mode == DecodeMode::kPerSlot || engine->stats().num_preemptions > 0) break;
         }
         if (mode == DecodeMode::kBatched) {
           EXPECT_GT(engine->stats().num_preemptions, 0u);
