@@ -1,5 +1,5 @@
-// act = Q(softmax(q k^T * scale) v) of every row over its own keys. A row of a prompt is worked on
-// as a decode row is.
+// softmax(q k^T * scale) v of every row over its own keys, f32. A row of a prompt is worked on as a
+// decode row is.
 #include <algorithm>
 
 #include "backend/cuda/attention.cuh"
@@ -70,12 +70,11 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   args.partial_out = ws.split_out.data<float>();
   args.partial_stats = ws.split_stats.data<float2>();
   args.counters = ws.split_counters.data<int>();
-  args.act = ws.act_attention.view;
+  args.out = ws.attention_out.data<float>();
 
   const bool is_tiled = is_tiled_attention(dims, kv);
   const int head_groups = (args.group_size + 15) / 16;
   const int grid_y = is_tiled ? dims.num_kv_heads * head_groups : dims.num_heads;
-  if (!is_tiled) args.out = ws.attention_out.data<float>();
   const int groups = args.group_size > 8 ? 2 : 1;
   const bool finishes = finishes_rows(ws, kv);
   if (finishes) args.rows = qkv_args(ws, weights, layer, kv);
@@ -106,12 +105,10 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
                        static_cast<unsigned>(count)),
                   static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
   }
-  if (!is_tiled) {
-    launch_kernel(launch(), "quantize_rows", quantize_rows_kernel,
-                  dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
-                  static_cast<const float *>(ws.attention_out.data<float>()),
-                  dims.num_heads * dims.head_dim, ws.act_attention.view);
-  }
+  launch_kernel(launch(), "quantize_rows", quantize_rows_kernel,
+                dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
+                static_cast<const float *>(ws.attention_out.data<float>()),
+                dims.num_heads * dims.head_dim, ws.act_attention.view);
   ws.last_act = &ws.act_attention;
 }
 

@@ -98,7 +98,7 @@ template <int kHeadDim, int kGroups, bool kFinishes>
 __global__ void __launch_bounds__(attention_warps(kGroups) * kWarp, kGroups == 1 ? 3 : 2)
     attention_kernel(const __grid_constant__ AttentionArgs args) {
   constexpr int kSteps = kHeadDim / 16;
-  constexpr int kBlocks = kHeadDim / kActBlock;
+  constexpr int kBlocks = kHeadDim / kWarp;
   constexpr int kHeads = 8 * kGroups;
   constexpr int kWarps = attention_warps(kGroups);
   constexpr int kStride = kHeadDim + 8;  // of f16 rows in shared memory: no bank conflicts
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(attention_warps(kGroups) * kWarp, kGroups == 1
       const float2 ms = stats[w][head];
       const float weight = exp_f32(__fsub_rn(ms.x, top));
       total = __fmaf_rn(weight, ms.y, total);
-      y = __fmaf_rn(weight, merged[(w * kHeads + head) * kOutStride + block * kActBlock + lane], y);
+      y = __fmaf_rn(weight, merged[(w * kHeads + head) * kOutStride + block * kWarp + lane], y);
     }
     if (is_single) {
       finish_attention(args, row, first_head + head, block, __fdiv_rn(y, total));
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(attention_warps(kGroups) * kWarp, kGroups == 1
       const int64_t entry =
           (static_cast<int64_t>(local_row) * args.num_heads + first_head + head) * gridDim.x +
           split;
-      args.partial_out[entry * kHeadDim + block * kActBlock + lane] = y;
+      args.partial_out[entry * kHeadDim + block * kWarp + lane] = y;
       if (block == 0 && lane == 0) args.partial_stats[entry] = make_float2(top, total);
     }
   }

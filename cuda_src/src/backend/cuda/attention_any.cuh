@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kAnyThreads)
   if (!is_last_arriver(args.counters + static_cast<int64_t>(local_row) * gridDim.y + blockIdx.y,
                        range.count))
     return;
-  for (int block = warp; block * kActBlock < dim; block += kAnyWarps) {
+  for (int block = warp; block * kWarp < dim; block += kAnyWarps) {
     finish_attention(args, row, head, block, merge_splits(args, local_row, head, block, range));
   }
 }

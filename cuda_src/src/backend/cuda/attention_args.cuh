@@ -2,7 +2,6 @@
 // splits.
 #pragma once
 
-#include "backend/cuda/act_quant.cuh"
 #include "backend/cuda/attention_splits.cuh"
 #include "backend/cuda/head_rows.cuh"
 
@@ -27,8 +26,7 @@ struct AttentionArgs {
   float2 *partial_stats;  // [rows of the launch, num_heads, gridDim.x] m, sum of e^(s - m)
   int *counters;          // [rows of the launch, gridDim.y], zero before and after
   QkvArgs rows;           // of attention that finishes q, k and v itself
-  ActView act;            // out, quantised where out is null
-  float *out;             // [num_tokens, num_heads * head_dim] f32
+  float *out;             // [num_tokens, num_heads * head_dim]
 };
 
 // The part of a row's keys that a CTA works on.
@@ -54,13 +52,9 @@ __device__ __forceinline__ SplitRange split_range(const AttentionArgs &args, int
 // Writes the finished output of (row, head, block of 32 channels): lane is the channel.
 __device__ __forceinline__ void finish_attention(const AttentionArgs &args, int row, int head,
                                                  int block, float y) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  if (args.out == nullptr) {
-    quantize_block(y, args.act, row, head * (args.head_dim / kActBlock) + block);
-  } else if (block * kActBlock + lane < args.head_dim) {
-    args.out[(static_cast<int64_t>(row) * args.num_heads + head) * args.head_dim +
-             block * kActBlock + lane] = y;
-  }
+  const int channel = block * kWarp + (static_cast<int>(threadIdx.x) & 31);
+  if (channel < args.head_dim)
+    args.out[(static_cast<int64_t>(row) * args.num_heads + head) * args.head_dim + channel] = y;
 }
 
 // Adds up the splits of (row of the launch, head) in ascending order; lane is the channel within
@@ -68,7 +62,7 @@ __device__ __forceinline__ void finish_attention(const AttentionArgs &args, int 
 __device__ __forceinline__ float merge_splits(const AttentionArgs &args, int local_row, int head,
                                               int block, const SplitRange &range) {
   const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int channel = block * kActBlock + lane;
+  const int channel = block * kWarp + lane;
   const int64_t entry =
       (static_cast<int64_t>(local_row) * args.num_heads + head) * gridDim.x + range.first_split;
   // Lane l looks after splits l and l + 32.
