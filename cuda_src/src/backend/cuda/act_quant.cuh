@@ -1,64 +1,115 @@
-// Activations as the integer products want them: int8 per token and 32 columns, made the same way
-// wherever a row is finished.
-//   x = d * q, q in -127..127. d is max|x| / 127 with the two low bits of its mantissa cleared, so
-//   that d times an integer below 2^22 is one rounding away from exact wherever it is formed; s = d
-//   * sum(q) serves the types that add a constant per block.
-// A non-finite x makes d non-finite, so it reaches the logits and is seen there.
-// Layout: groups of 8 tokens (the N of an mma); within one [block][8 tokens][32] codes and
-// [block][8 tokens] {d, s}. Within its 32 a column k lies at (k % 16) / 4 * 8 + k / 16 * 4 + k % 4:
-// the eight bytes a lane feeds to an mma are neighbours.
+// The quantiser of activations, a warp per chunk of 256 columns: the same numbers wherever a row is
+// made ready, be it by a kernel of its own (act_rows.cuh) or by the product that reads it.
+//
+// With amax the largest |x| of the chunk: d = amax / 1016, q = clamp(rn(x * (1 / d)), +-1016).
+// Under a norm x stands for v * norm_weight, and d is multiplied with 1 / rms afterwards, so that
+// codes do not wait for it. A non-finite x makes d non-finite: it reaches the logits and is seen
+// there.
 #pragma once
 
-#include "backend/cuda/device_utils.cuh"
+#include "backend/cuda/act_format.cuh"
 
 namespace xllm {
 namespace cuda {
 
-constexpr int kActBlock = 32;
-constexpr int kActGroup = 8;
+constexpr int kActLaneCols = 8;  // of a chunk, per lane
 
-// Not owned. Blocks from ceil(columns / 32) to num_blocks exist and hold zeros (a matrix's columns
-// are padded to units of 64).
-struct ActView {
-  int8_t *codes;   // [groups][num_blocks][8][32]
-  float2 *scales;  // [groups][num_blocks][8] d, s
-  int num_blocks;
+// The columns of lane 4 * block + t of a chunk: act_lane_col, the three that follow, and the same
+// four 16 further on; v[i] in that order. What a lane quantises is 16 bytes of codes side by side.
+__device__ __forceinline__ int act_lane_col(int lane) {
+  return (lane >> 2) * kActBlock + (lane & 3) * 4;
+}
 
-  __device__ __forceinline__ int64_t entry(int token, int block) const {
-    return (static_cast<int64_t>(token / kActGroup) * num_blocks + block) * kActGroup +
-           token % kActGroup;
+// Loads a lane's columns of the chunk that begins at column `first`; zeros past the row's end.
+// `row` and the row's length are multiples of 4 elements; row aligned to 16.
+__device__ __forceinline__ void load_act_cols(const float *row, int first, int num_cols, int lane,
+                                              float (&v)[kActLaneCols]) {
+  const int col = first + act_lane_col(lane);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (col + 16 * half < num_cols) x = *reinterpret_cast<const float4 *>(row + col + 16 * half);
+    v[4 * half] = x.x;
+    v[4 * half + 1] = x.y;
+    v[4 * half + 2] = x.z;
+    v[4 * half + 3] = x.w;
   }
+}
+
+// A lane's share of a quantised chunk.
+struct ActLane {
+  uint4 codes;  // b0, b1 of hi, then of lo
+  float d;      // of the chunk, the same in all lanes
+  int sum;      // of q over the lane's block, the same in its four lanes
 };
 
-__device__ __forceinline__ int act_position(int k) {
-  return (k & 15) / 4 * 8 + k / 16 * 4 + (k & 3);
+__device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// The scale of a block whose row is yet to be multiplied with `inverse`; raw: d and sum(q) before
-// it.
-__device__ __forceinline__ float2 scaled_by(const float2 &raw, float inverse) {
-  const float d = __uint_as_float(__float_as_uint(__fmul_rn(raw.x, inverse)) & ~3u);
-  return make_float2(d, __fmul_rn(d, raw.y));
-}
-
-// Quantises one block as quantize_block does and returns d and sum(q) instead of writing them.
-__device__ __forceinline__ float2 quantize_codes(float x, const ActView &act, int token,
-                                                 int block) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+// By a whole warp.
+__device__ __forceinline__ ActLane quantize_chunk(const float (&x)[kActLaneCols]) {
+  constexpr uint32_t kAll = 0xffffffffu;
   // The bits of |x| order as |x| does, with infinity and NaN on top.
-  const float largest = __uint_as_float(warp_max(__float_as_uint(x) & 0x7fffffffu));
-  const float d = __uint_as_float(__float_as_uint(__fdiv_rn(largest, 127.0f)) & ~3u);
-  const float inverse = d > 0.0f ? __fdiv_rn(1.0f, d) : 0.0f;
-  const int q = max(-127, min(127, __float2int_rn(__fmul_rn(x, inverse))));
-  act.codes[act.entry(token, block) * kActBlock + act_position(lane)] = static_cast<int8_t>(q);
-  return make_float2(d, static_cast<float>(warp_sum(q)));
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kActLaneCols; ++i)
+    largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+  ActLane lane;
+  lane.d = __fdiv_rn(__uint_as_float(warp_max(largest)), static_cast<float>(kActMaxCode));
+  const float inverse = lane.d > 0.0f ? __fdiv_rn(1.0f, lane.d) : 0.0f;
+  int hi[kActLaneCols], lo[kActLaneCols];
+  lane.sum = 0;
+#pragma unroll
+  for (int i = 0; i < kActLaneCols; ++i) {
+    const int q = max(-kActMaxCode, min(kActMaxCode, __float2int_rn(__fmul_rn(x[i], inverse))));
+    lane.sum += q;
+    hi[i] = (q + 4) >> 3;
+    lo[i] = q - 8 * hi[i];
+  }
+  lane.codes =
+      make_uint4(pack_bytes(hi[0], hi[1], hi[2], hi[3]), pack_bytes(hi[4], hi[5], hi[6], hi[7]),
+                 pack_bytes(lo[0], lo[1], lo[2], lo[3]), pack_bytes(lo[4], lo[5], lo[6], lo[7]));
+  lane.sum += __shfl_xor_sync(kAll, lane.sum, 1);
+  lane.sum += __shfl_xor_sync(kAll, lane.sum, 2);
+  return lane;
 }
 
-// Quantises one block: lane k of the warp brings x[k] of 32.
-__device__ __forceinline__ void quantize_block(float x, const ActView &act, int token, int block) {
-  const float2 raw = quantize_codes(x, act, token, block);
-  if ((threadIdx.x & 31) == 0)
-    act.scales[act.entry(token, block)] = make_float2(raw.x, __fmul_rn(raw.x, raw.y));
+// Writes codes and sums of a chunk of kTokens tokens (act_format.cuh); `token` < kTokens.
+template <int kTokens>
+__device__ __forceinline__ void store_act_codes(const ActLane &q, int token, int lane,
+                                                uint8_t *chunk) {
+  const int block = lane >> 2, t = lane & 3;
+  *reinterpret_cast<uint4 *>(chunk + (block * kTokens + token) * kActTokenBytes + t * 16) = q.codes;
+  if (t == 0) {
+    reinterpret_cast<int16_t *>(chunk + act_sums_offset(kTokens))[token * kActBlocks + block] =
+        static_cast<int16_t>(q.sum);
+  }
+}
+
+// Writes the scale: d, or d * (1 / rms) under a norm. One lane calls it.
+template <int kTokens>
+__device__ __forceinline__ void store_act_scale(float scale, int token, uint8_t *chunk) {
+  reinterpret_cast<float *>(chunk + act_codes_bytes(kTokens))[token] = scale;
+}
+
+// ---- the norm: 1 / rms of a row from the sums of squares of its chunks ----
+
+// Of one chunk, by a whole warp: each lane its columns in order, then over the lanes.
+__device__ __forceinline__ float chunk_squares(const float (&v)[kActLaneCols]) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kActLaneCols; ++i) sum = __fmaf_rn(v[i], v[i], sum);
+  return warp_sum(sum);
+}
+
+// The sum over the chunks ascending, from squares[0].
+__device__ __forceinline__ float row_inverse(const float *squares, int num_chunks, int num_cols,
+                                             float eps) {
+  float sum = squares[0];
+  for (int i = 1; i < num_chunks; ++i) sum = __fadd_rn(sum, squares[i]);
+  const float mean = __fdiv_rn(sum, static_cast<float>(num_cols));
+  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 }
 
 }  // namespace cuda

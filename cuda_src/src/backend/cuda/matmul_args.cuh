@@ -1,28 +1,36 @@
-// What the integer matrix kernels share: the description of a product, its slices of K, and what is
-// done with a finished output.
+// What the integer matrix kernels share: the description of a product, the order of its additions,
+// its slices of K, and what is done with a finished output.
 //
 // y[token, row] = sum over k of W[row, k] * x[token, k], with W in tiles (planes.cuh) and x
-// quantised (act_quant.cuh). The canonical order of additions, the same in every kernel: K is cut
-// into slices of whole chunks of 256 columns, by K alone (slice_first_chunk). Inside a slice there
-// are four chains; chain c takes unit c (64 columns: blocks 2c and 2c + 1) of every chunk of the
-// slice, ascending. For each block of 32 (each of its halves for q6_k)
-//     acc_c = fma(dw, rn(dot * d), acc_c), then acc_c = fma(shift, s, acc_c) where there is a
-//     minimum.
-// A slice's sum is p = (acc_0 + acc_1) + (acc_2 + acc_3), chains without blocks being 0, and
-// y = ((p_0 + p_1) + p_2) + ... over the slices. So a row's bytes do not depend on the kernel, the
-// batch, or the launch.
+// quantised (act_quant.cuh): in a chunk of 256 columns x is dx * q with integers q, and s_b is
+// their sum over block b of 32. The canonical numbers, the same in every kernel:
+//
+// - p, of one output and chunk. Codes c are those of the file less their offset; everything that
+//   bears an integer's name is exact in int32.
+//     q4_k, q5_k   I = sum over blocks of sc_b * (sum of c q), J = sum of m_b * s_b,
+//                  p = fma(d, float(I), -rn(dmin * float(J)))
+//     q6_k         I = sum over the 16 half blocks of sc_h * (sum of c q),
+//                  p = rn(d * float(I))
+//     the others   over the blocks of the chunk ascending, p beginning at 0:
+//                  p = fma(d_b, float(sum of c q), p), then for q4_1 and q5_1
+//                  p = fma(m_b, float(s_b), p)
+//   float(integer) rounds once, to nearest. In the others |sum of c q| < 2^22; |J| < 2^24.
+// - K is cut into slices of whole chunks by K alone (num_slices_of, slice_first_chunk). Within a
+//   slice acc = fma(dx, p, acc) over the chunks ascending, from 0.
+// - y = ((acc_0 + acc_1) + acc_2) + ... over the slices.
+//
+// So a row's bytes do not depend on the kernel, the batch, or the launch.
 #pragma once
 
-#include "backend/cuda/act_quant.cuh"
+#include "backend/cuda/act_format.cuh"
 #include "backend/cuda/planes.cuh"
 
 namespace xllm {
 namespace cuda {
 
 constexpr int kMaxSlices = 8;
-constexpr int kNumChains = kUnitsPerChunk;
 
-// 1.5 * 2^23: an accumulator that starts at these bits reads as f32 12582912 + dot, |dot| < 2^22.
+// 1.5 * 2^23: an integer below 2^22 added to these bits reads as f32 12582912 + integer.
 constexpr int kMagicBits = 0x4B400000;
 constexpr float kMagic = 12582912.0f;
 
@@ -39,11 +47,6 @@ XLLM_HOST_DEVICE int slice_first_chunk(int slice, int num_slices, int num_chunks
   return slice * num_chunks / num_slices;
 }
 
-// A slice's sum from its chains.
-__device__ __forceinline__ float sum_chains(float a0, float a1, float a2, float a3) {
-  return __fadd_rn(__fadd_rn(a0, a1), __fadd_rn(a2, a3));
-}
-
 // The row tiles of one matrix of a fused product.
 struct MatmulSegment {
   const uint8_t *tiles;
@@ -54,83 +57,43 @@ struct MatmulSegment {
   int out_row;   // where its row 0 goes in a row of the output
 };
 
-// A norm that the product before left to this one: sums of squares of the blocks of each row
-// (row_norm.cuh), the scales of the activations being d and sum(q) without it. squares null:
-// nothing is left to do.
-struct DeferredNorm {
-  float *squares;  // [8 tokens][num_cols / 32]
-  int num_cols;
-  float eps;
-};
-
 enum Epilogue : int {
   kStore,     // out[token, row] = y
   kAddTo,     // out[token, row] += y (the residual)
-  kAddNorm,   // out += y; act_out = Q(out * norm_weight) and its squares, the norm deferred
-  kSwiGlu,    // segments gate and up: act_out = Q(silu(gate) * up)
-  kPartials,  // out[slice, token, row] = p
+  kSwiGlu,    // segments gate and up, of as many rows: out[token, row] = silu(gate) * up
+  kPartials,  // out[slice, token of the launch, row] = acc of the slice; no bias
 };
 
+// What every kernel of products is told; a kernel adds what it alone needs.
 struct MatmulArgs {
   MatmulSegment segments[3];
   int num_segments;
-  int num_units;  // of K, 64 columns each
+  int num_units;   // of K, 64 columns each
+  int num_chunks;  // of K, the last one of fewer units at a ragged end
   int num_slices;
-  int num_groups;       // units of work of a CTA, of group_tiles(args) tiles
-  int tiles_per_group;  // for kStore and kAddTo
-  ActView act;
-  DeferredNorm norm_in;  // of act
-  int first_token;       // a multiple of 8; of 4, 2, 1 where fewer tokens go at once (mma_few)
-  int num_tokens;        // of this launch
-  int stage_bytes;       // shared memory of one ring stage of one warp (mma_few) or tile (mma_tile)
-  int num_stages;
-  int stage_chunks;  // of a stage (mma_few)
+  ActView act;  // one of the two
+  ActRows rows;
+  int first_token;  // of the launch, in act or rows and in out; a multiple of 8 with act
+  int num_tokens;   // of the launch
   int epilogue;
   float *out;  // [token, out_stride] f32
   int64_t out_stride;
-  const float *bias;  // [rows of the output], or null
-  ActView act_out;
-  const float *norm_weight;  // of kAddNorm
-  float *squares_out;        // [8 tokens][num_groups]
+  const float *bias;  // [rows of the output], or null; never with kSwiGlu
 };
 
-// Tiles of a group: what a CTA finishes at once. 2 of gate and 2 of up for kSwiGlu; 2, a block of
-// the output, for kAddNorm.
-__device__ __forceinline__ int group_tiles(const MatmulArgs &args) {
-  return args.epilogue == kSwiGlu ? 4 : args.epilogue == kAddNorm ? 2 : args.tiles_per_group;
-}
-
-// One tile of the work: which segment, and which of its tiles. False past the last one.
-__device__ __forceinline__ bool find_tile(const MatmulArgs &args, int group, int index,
-                                          int *segment, int *tile) {
-  if (args.epilogue == kSwiGlu) {
-    *segment = index >> 1;
-    *tile = 2 * group + (index & 1);
-    return true;
-  }
-  if (args.epilogue == kAddNorm) {
-    *segment = 0;
-    *tile = 2 * group + index;
-    return true;
-  }
-  int s = 0, t = group * args.tiles_per_group + index;
-  while (s + 1 < args.num_segments && t >= args.segments[s].num_tiles)
-    t -= args.segments[s++].num_tiles;
-  *segment = s;
-  *tile = t;
-  return t < args.segments[s].num_tiles;
-}
-
-// Store or add one finished output.
+// Finishes one output of kStore or kAddTo: y of row `local` of a segment, which may be a row of
+// padding.
 __device__ __forceinline__ void finish_output(const MatmulArgs &args, const MatmulSegment &segment,
-                                              int tile, int row, int token, float y) {
-  const int local = tile * kTileRows + row;
+                                              int local, int token, float y) {
   if (local >= segment.num_rows) return;
   const int column = segment.out_row + local;
   float *out = args.out + static_cast<int64_t>(args.first_token + token) * args.out_stride + column;
   if (args.bias != nullptr) y = __fadd_rn(y, args.bias[column]);
   *out = args.epilogue == kAddTo ? __fadd_rn(*out, y) : y;
 }
+
+// silu(gate) * up.
+__device__ __forceinline__ float swiglu(float gate, float up) { return __fmul_rn(silu(gate), up); }
 
 }  // namespace cuda
 }  // namespace xllm

@@ -12,9 +12,9 @@
 //   q5_0 unit   lo[512] hi[128] d[8][2][2]                                      704  16 x 2 x 22
 //   q5_1 unit   lo[512] hi[128] {d, m}[8][2][2]                                 768  16 x 2 x 24
 //   q8_0 unit   code[1024] d[8][2][2]                                          1088  16 x 2 x 34
-//   q4_k chunk  lo[4][512] fields[256]                                         2304  16 x 144
-//   q5_k chunk  lo[4][512] hi[4][128] fields[256]                              2816  16 x 176
-//   q6_k chunk  six[4][512] six[4][256] scales[8 g][4 unit][2 r][4] d[8 g][2 r] 3360  16 x 210
+//   q4_k chunk  lo[4][512] fields[8 g][2 r][16]                                2304  16 x 144
+//   q5_k chunk  lo[4][512] hi[4][128] fields[8 g][2 r][16]                     2816  16 x 176
+//   q6_k chunk  six[4][512] six[4][256] scales[8 g][2 r][16] d[8 g][2 r]       3360  16 x 210
 //
 // Row r of a tile is g = r % 8, r8 = r / 8. Column k of a unit is step = k / 32, h = (k % 32) / 16,
 // t = (k % 16) / 4, j = k % 4. Lane 4g + t of a warp owns, in one 16-byte load, the codes that the
@@ -25,13 +25,13 @@
 //   six   eight registers of 6-bit codes, i = 4 * step + reg, in six words w0.. of four bytes (four
 //         in the first plane, two in the second): code ^ 32, which is code - 32 in two's
 //         complement, in bits 2-7 of w_i for i < 6; for i = 6 its bits 5-4, 3-2, 1-0 in bits 1-0 of
-//         w0, w1, w2; for i = 7 in those of w3, w4, w5. scales of q6_k: ^ 128
+//         w0, w1, w2; for i = 7 in those of w3, w4, w5
 // so a register of four codes is one AND away, times a power of two (WeightTile::code_factor).
-//   fields of q4_k and q5_k, for (g, unit) what the lanes of that row and chain want together:
-//         {d, dmin}[8 g][2 r] f16; word[8 g][4 unit] u32 and half[8 g][4 unit] u16, which hold the
-//         scales of r8 0 step 0, r8 0 step 1, r8 1 step 0, r8 1 step 1 in bits 0-5 of bytes 0-3 of
-//         word, and the four minima in the same order: bits 5-4 in bits 7-6 of those bytes, bits
-//         3-0 in half's bits 3-0, 11-8, 7-4, 15-12
+//   fields of q4_k and q5_k, of one row: {d, dmin} f16, words w0, w1, w2 of four bytes. Byte i of
+//   w0
+//         holds scale i in bits 0-5, of w1 scale 4 + i, of w2 minimum i; bits 7-6 of byte i of w0,
+//         w1, w2 are bits 5-4, 3-2, 1-0 of minimum 4 + i
+//   scales of q6_k: of the 16 half blocks in order, int8
 #pragma once
 
 #include "backend/cuda/device_utils.cuh"
@@ -88,8 +88,9 @@ XLLM_HOST_DEVICE constexpr uint32_t scale_offset(int type) {
                                                       : 3072u;
 }
 constexpr uint32_t kQ6SuperScaleOffset = 3328;
-// Of the fields of q4_k and q5_k, from scale_offset.
-constexpr uint32_t kFieldWordOffset = 64, kFieldHalfOffset = 192;
+// Bytes of a row's fields of q4_k and q5_k, and of its scales of q6_k; row r at (2 g + r8) times
+// it.
+constexpr uint32_t kRowFieldBytes = 16;
 
 // A code's place within its unit.
 struct UnitPlace {
@@ -149,23 +150,20 @@ XLLM_HOST_DEVICE void k_scale_min(const uint8_t *scales, int s, int *scale, int 
   }
 }
 
-// The same from the fields of a tile.
-XLLM_HOST_DEVICE void tile_scale_min(const uint8_t *fields, int g, int r8, int s, int *scale,
-                                     int *minimum) {
-  const int lane = 4 * g + s / 2, i = 2 * r8 + (s & 1);
-  const int byte = fields[kFieldWordOffset + 4 * lane + i];
-  const int half = load_u16(fields + kFieldHalfOffset + 2 * lane);
-  *scale = byte & 63;
-  *minimum = (byte >> 6) << 4 | (half >> ((i & 1) * 8 + (i >> 1) * 4) & 15);
+// The same from a row's fields in a tile.
+XLLM_HOST_DEVICE void tile_scale_min(const uint8_t *fields, int s, int *scale, int *minimum) {
+  const int i = s & 3;
+  const int w0 = fields[4 + i], w1 = fields[8 + i], w2 = fields[12 + i];
+  *scale = (s < 4 ? w0 : w1) & 63;
+  *minimum = s < 4 ? w2 & 63 : (w0 >> 6) << 4 | (w1 >> 6) << 2 | w2 >> 6;
 }
 
-// Where the scale of half block `index` (0..15) of a row stands among those of a q6_k chunk.
-XLLM_HOST_DEVICE int q6_scale_place(int g, int r8, int index) {
-  return (4 * g + index / 4) * 8 + 4 * r8 + (index & 3);
+// Where the fields of q4_k and q5_k or the scales of q6_k of a row begin in a chunk.
+XLLM_HOST_DEVICE uint32_t row_fields_offset(int type, int g, int r8) {
+  return scale_offset(type) + static_cast<uint32_t>(2 * g + r8) * kRowFieldBytes;
 }
 
-// What the products multiply with at (row, col): the value is dw * (code - offset) + shift. All of
-// them are exact in f32.
+// The value at (row, col) is dw * (code - offset) + shift. All of them are exact in f32.
 struct TileFactors {
   float dw, shift;
   int offset;
@@ -175,17 +173,16 @@ XLLM_HOST_DEVICE TileFactors tile_factors(int type, const uint8_t *tile, int row
   const int g = row & 7, r8 = row >> 3;
   const uint8_t *chunk = tile + col / kChunkCols * chunk_bytes(type);
   const int in_chunk = static_cast<int>(col % kChunkCols);
+  const uint8_t *fields = chunk + row_fields_offset(type, g, r8);
   if (type == kWeightQ6_K) {
     const float d = half_to_float(load_u16(chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2));
-    const int scale = chunk[scale_offset(type) + q6_scale_place(g, r8, in_chunk / 16)] - 128;
-    return {d * static_cast<float>(scale), 0.0f, 32};
+    return {d * static_cast<float>(static_cast<int8_t>(fields[in_chunk / 16])), 0.0f, 32};
   }
   if (type == kWeightQ4_K || type == kWeightQ5_K) {
-    const uint8_t *p = chunk + scale_offset(type) + g * 8 + r8 * 4;
     int scale = 0, minimum = 0;
-    tile_scale_min(chunk + scale_offset(type), g, r8, in_chunk / 32, &scale, &minimum);
-    return {half_to_float(load_u16(p)) * static_cast<float>(scale),
-            -(half_to_float(load_u16(p + 2)) * static_cast<float>(minimum)), 0};
+    tile_scale_min(fields, in_chunk / 32, &scale, &minimum);
+    return {half_to_float(load_u16(fields)) * static_cast<float>(scale),
+            -(half_to_float(load_u16(fields + 2)) * static_cast<float>(minimum)), 0};
   }
   const uint8_t *unit =
       chunk + in_chunk / kUnitCols * (chunk_bytes(type) / kUnitsPerChunk) + scale_offset(type);
@@ -211,26 +208,6 @@ XLLM_HOST_DEVICE float tile_value(int type, const uint8_t *tile, int row, int64_
 
 #ifdef __CUDACC__
 
-// A constant that stays in a register.
-template <uint32_t kValue>
-__device__ __forceinline__ uint32_t in_register() {
-  uint32_t v;
-  asm("mov.b32 %0, %1;" : "=r"(v) : "n"(kValue));
-  return v;
-}
-
-// Byte `index` of `word` as f32 + 2^23 (or 2^19 + byte / 16), by placing it in the mantissa.
-template <int kIndex>
-__device__ __forceinline__ float biased_byte(uint32_t word, uint32_t bias_bits) {
-  return __uint_as_float(__byte_perm(word, bias_bits, 0x7650 + kIndex));
-}
-
-// Byte `index` of `word` as f32 / 4 + 2^13: one byte up, so that the bias has few digits.
-template <int kIndex>
-__device__ __forceinline__ float biased_quarter(uint32_t word) {
-  return __uint_as_float(__byte_perm(word, in_register<0x46000000u>(), 0x7404 + 16 * kIndex));
-}
-
 __device__ __forceinline__ float half_bits_to_float(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits & 0xffffu)));
 }
@@ -244,15 +221,22 @@ __device__ __forceinline__ uint32_t less_offset(uint32_t codes) {
   return (codes + kAdd) ^ 0x80808080u;
 }
 
-// The factors of one unit (so of one chain) for rows g and g + 8: dw of the integer dot product of
-// each step, of each of its halves for q6_k, and where the type has one the factor `shift` of the
-// activations' sum (m of q4_1, -dmin * min of q4_k). dw is divided by code_factor; all products are
-// exact in f32.
-template <int kNumScales>
-struct UnitFactors {
-  float dw[2][2][kNumScales];  // [step][r8][half]
-  float shift[2][2];           // [step][r8]
+// A row's fields of q4_k and q5_k: byte b of (scales, minima)[b / 4] is block b's.
+struct RowFields {
+  float d, dmin;
+  uint32_t scales[2], minima[2];
 };
+__device__ __forceinline__ RowFields unpack_fields(const uint4 &v) {
+  RowFields f;
+  f.d = half_bits_to_float(v.x);
+  f.dmin = half_bits_to_float(v.x >> 16);
+  f.scales[0] = v.y & 0x3f3f3f3fu;
+  f.scales[1] = v.z & 0x3f3f3f3fu;
+  f.minima[0] = v.w & 0x3f3f3f3fu;
+  f.minima[1] =
+      ((v.y >> 2) & 0x30303030u) | ((v.z >> 4) & 0x0c0c0c0cu) | ((v.w >> 6) & 0x03030303u);
+  return f;
+}
 
 template <int kType>
 struct WeightTile {
@@ -260,12 +244,10 @@ struct WeightTile {
   static constexpr bool kHasMin =
       kType == kWeightQ4_1 || kType == kWeightQ5_1 || kType == kWeightQ4_K || kType == kWeightQ5_K;
   static constexpr bool kHalfBlocks = kType == kWeightQ6_K;  // a scale per 16 columns
-  static constexpr int kNumScales = kHalfBlocks ? 2 : 1;
   static constexpr int kOffset = kType == kWeightQ4_0 ? 8 : kType == kWeightQ5_0 ? 16 : 0;
   // High nibbles stay where they are: 16 times the code, as u8.
   static constexpr bool kHighInPlace = kType == kWeightQ4_1 || kType == kWeightQ4_K;
   static constexpr uint32_t kUnitBytes = chunk_bytes(kType) / kUnitsPerChunk;
-  using Factors = UnitFactors<kNumScales>;
 
   // What the registers of load_codes hold is the code (less its offset) times this, as int8, or as
   // u8 where kHighInPlace and step is 1.
@@ -273,72 +255,34 @@ struct WeightTile {
     return kType == kWeightQ6_K ? 4 : kHighInPlace && step == 1 ? 16 : 1;
   }
 
-  // Factors of unit u of the chunk at `chunk`; u may differ between the lanes.
-  static __device__ __forceinline__ void load_factors(const uint8_t *chunk, int u, int g,
-                                                      Factors *f) {
-    if constexpr (kType == kWeightQ4_K || kType == kWeightQ5_K) {
-      const uint8_t *p = chunk + scale_offset(kType);
-      const uint2 both = *reinterpret_cast<const uint2 *>(p + g * 8);
-      const uint32_t word =
-          *reinterpret_cast<const uint32_t *>(p + kFieldWordOffset + (4 * g + u) * 4);
-      const uint32_t half =
-          *reinterpret_cast<const uint16_t *>(p + kFieldHalfOffset + (4 * g + u) * 2);
-      const uint32_t scales = word & 0x3f3f3f3fu;
-      const uint32_t low = __byte_perm(half, half >> 4, 0x5410) & 0x0f0f0f0fu;
-      const uint32_t minima = low | ((word >> 2) & 0x30303030u);
-      constexpr float kBias = 8388608.0f;
-      const uint32_t bias_bits = in_register<0x4B000000u>();
-      constexpr float kHighBias = code_factor(1) == 16 ? 524288.0f : kBias;
-      const uint32_t high_bits = code_factor(1) == 16 ? in_register<0x49000000u>() : bias_bits;
-      const float d0 = half_bits_to_float(both.x), d1 = half_bits_to_float(both.y);
-      const float m0 = half_bits_to_float(both.x >> 16), m1 = half_bits_to_float(both.y >> 16);
-      f->dw[0][0][0] = __fmaf_rn(biased_byte<0>(scales, bias_bits), d0, __fmul_rn(-kBias, d0));
-      f->dw[1][0][0] = __fmaf_rn(biased_byte<1>(scales, high_bits), d0, __fmul_rn(-kHighBias, d0));
-      f->dw[0][1][0] = __fmaf_rn(biased_byte<2>(scales, bias_bits), d1, __fmul_rn(-kBias, d1));
-      f->dw[1][1][0] = __fmaf_rn(biased_byte<3>(scales, high_bits), d1, __fmul_rn(-kHighBias, d1));
-      const float n0 = __fmul_rn(kBias, m0), n1 = __fmul_rn(kBias, m1);
-      f->shift[0][0] = __fmaf_rn(biased_byte<0>(minima, bias_bits), -m0, n0);
-      f->shift[1][0] = __fmaf_rn(biased_byte<1>(minima, bias_bits), -m0, n0);
-      f->shift[0][1] = __fmaf_rn(biased_byte<2>(minima, bias_bits), -m1, n1);
-      f->shift[1][1] = __fmaf_rn(biased_byte<3>(minima, bias_bits), -m1, n1);
-    } else if constexpr (kType == kWeightQ6_K) {
-      const uint2 scales =
-          *reinterpret_cast<const uint2 *>(chunk + scale_offset(kType) + (4 * g + u) * 8);
-      const uint32_t both =
-          *reinterpret_cast<const uint32_t *>(chunk + kQ6SuperScaleOffset + g * 4);
-      constexpr float kBias = 8192.0f + 32.0f;
+  // Of rows g and g + 8 and block 2u + step of the chunk at `chunk`, for types that have a d per
+  // block: d, and m where the type has a minimum.
+  struct BlockScales {
+    float d[2][2], m[2][2];  // [step][r8]
+  };
+  static __device__ __forceinline__ BlockScales load_scales(const uint8_t *chunk, int u, int g) {
+    static_assert(!kKQuant, "K-quants have a d per chunk");
+    BlockScales f;
+    const uint8_t *p = chunk + u * kUnitBytes + scale_offset(kType);
+    if constexpr (kHasMin) {
+      const uint4 v = *reinterpret_cast<const uint4 *>(p + g * 16);
+      const uint32_t pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};  // [r8][step]
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t word = r == 0 ? scales.x : scales.y;
-        const float d = half_bits_to_float(both >> (16 * r));
-        const float base = __fmul_rn(-kBias, d);
-        f->dw[0][r][0] = __fmaf_rn(biased_quarter<0>(word), d, base);
-        f->dw[0][r][kNumScales - 1] = __fmaf_rn(biased_quarter<1>(word), d, base);
-        f->dw[1][r][0] = __fmaf_rn(biased_quarter<2>(word), d, base);
-        f->dw[1][r][kNumScales - 1] = __fmaf_rn(biased_quarter<3>(word), d, base);
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          f.d[step][r] = half_bits_to_float(pairs[r][step]);
+          f.m[step][r] = half_bits_to_float(pairs[r][step] >> 16);
+        }
       }
     } else {
-      const uint8_t *p = chunk + u * kUnitBytes + scale_offset(kType);
-      if constexpr (kHasMin) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(p + g * 16);
-        const uint32_t pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float d = half_bits_to_float(pairs[r][step]);
-            f->dw[step][r][0] = code_factor(step) == 16 ? __fmul_rn(d, 0.0625f) : d;
-            f->shift[step][r] = half_bits_to_float(pairs[r][step] >> 16);
-          }
-        }
-      } else {
-        const uint2 v = *reinterpret_cast<const uint2 *>(p + g * 8);
-        f->dw[0][0][0] = half_bits_to_float(v.x);
-        f->dw[1][0][0] = half_bits_to_float(v.x >> 16);
-        f->dw[0][1][0] = half_bits_to_float(v.y);
-        f->dw[1][1][0] = half_bits_to_float(v.y >> 16);
-      }
+      const uint2 v = *reinterpret_cast<const uint2 *>(p + g * 8);
+      f.d[0][0] = half_bits_to_float(v.x);
+      f.d[1][0] = half_bits_to_float(v.x >> 16);
+      f.d[0][1] = half_bits_to_float(v.y);
+      f.d[1][1] = half_bits_to_float(v.y >> 16);
     }
+    return f;
   }
 
   // A registers of both steps of unit `u` of the chunk at `chunk`.

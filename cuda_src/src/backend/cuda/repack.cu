@@ -111,32 +111,72 @@ float tile_value_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols
   return tile_value(weight_type, tile, static_cast<int>(row % kTileRows), col, half_to_float);
 }
 
+namespace {
+
+// p of one output and chunk (matmul_args.cuh): q of the chunk's columns, of which num_cols exist.
+float chunk_on_host(int type, const uint8_t *tile, int row, int64_t first, int num_cols,
+                    const int16_t *q) {
+  const int g = row & 7, r8 = row >> 3;
+  const uint8_t *chunk = tile + first / kChunkCols * chunk_bytes(type);
+  const uint8_t *fields = chunk + row_fields_offset(type, g, r8);
+  // Of `count` columns from the chunk's column `from`.
+  const auto dot = [&](int from, int count, int offset) {
+    int sum = 0;
+    for (int k = from; k < from + count; ++k)
+      sum += (tile_code(type, tile, row, first + k) - offset) * q[k];
+    return sum;
+  };
+  const auto sum_of = [&](int block) {
+    int sum = 0;
+    for (int k = 32 * block; k < 32 * block + 32; ++k) sum += q[k];
+    return sum;
+  };
+  int whole = 0, low = 0;
+  if (type == kWeightQ6_K) {
+    for (int h = 0; h < 16; ++h) whole += static_cast<int8_t>(fields[h]) * dot(16 * h, 16, 32);
+    const float d = half_to_float(load_u16(chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2));
+    return d * static_cast<float>(whole);
+  }
+  if (type == kWeightQ4_K || type == kWeightQ5_K) {
+    for (int b = 0; b < 8; ++b) {
+      int scale = 0, minimum = 0;
+      tile_scale_min(fields, b, &scale, &minimum);
+      whole += scale * dot(32 * b, 32, 0);
+      low += minimum * sum_of(b);
+    }
+    return std::fmaf(half_to_float(load_u16(fields)), static_cast<float>(whole),
+                     -(half_to_float(load_u16(fields + 2)) * static_cast<float>(low)));
+  }
+  float p = 0;
+  for (int b = 0; 32 * b < num_cols; ++b) {
+    const TileFactors f = tile_factors(type, tile, row, first + 32 * b, half_to_float);
+    p = std::fmaf(f.dw, static_cast<float>(dot(32 * b, 32, f.offset)), p);
+    if (type == kWeightQ4_1 || type == kWeightQ5_1)
+      p = std::fmaf(f.shift, static_cast<float>(sum_of(b)), p);
+  }
+  return p;
+}
+
+}  // namespace
+
 float product_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, int64_t row,
-                      const int8_t *codes, const float *scales, const float *sums) {
+                      const int16_t *codes, const float *scales) {
   const uint8_t *tile =
       tiles + static_cast<uint64_t>(row / kTileRows) * tile_bytes(weight_type, num_cols);
-  const int r = static_cast<int>(row % kTileRows);
   const int num_chunks = static_cast<int>((num_cols + kChunkCols - 1) / kChunkCols);
   const int num_slices = num_slices_of(num_chunks);
-  const int step = weight_type == kWeightQ6_K ? 16 : 32;  // columns of a scale
   float y = 0;
   for (int slice = 0; slice < num_slices; ++slice) {
-    float acc[kNumChains] = {};
+    float acc = 0;
     const int end = slice_first_chunk(slice + 1, num_slices, num_chunks);
     for (int chunk = slice_first_chunk(slice, num_slices, num_chunks); chunk < end; ++chunk) {
-      for (int64_t col = int64_t{chunk} * kChunkCols;
-           col < std::min<int64_t>(num_cols, int64_t{chunk + 1} * kChunkCols); col += step) {
-        float &a = acc[col % kChunkCols / kUnitCols];
-        const TileFactors f = tile_factors(weight_type, tile, r, col, half_to_float);
-        int dot = 0;
-        for (int64_t k = col; k < col + step; ++k)
-          dot += (tile_code(weight_type, tile, r, k) - f.offset) * codes[k];
-        a = std::fmaf(f.dw, static_cast<float>(dot) * scales[col / 32], a);
-        if (col % 32 + step == 32) a = std::fmaf(f.shift, sums[col / 32], a);
-      }
+      const int64_t first = int64_t{chunk} * kChunkCols;
+      const int cols = static_cast<int>(std::min<int64_t>(num_cols - first, kChunkCols));
+      const float p = chunk_on_host(weight_type, tile, static_cast<int>(row % kTileRows), first,
+                                    cols, codes + first);
+      acc = std::fmaf(scales[chunk], p, acc);
     }
-    const float p = (acc[0] + acc[1]) + (acc[2] + acc[3]);
-    y = slice == 0 ? p : y + p;
+    y = slice == 0 ? acc : y + acc;
   }
   return y;
 }
@@ -175,16 +215,14 @@ std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &til
       const int step = static_cast<int>(col % kUnitCols / 32);
       // Scales.
       if (type == kWeightQ6_K) {
-        for (int i = 0; i < 16; ++i)
-          block[192 + i] =
-              static_cast<uint8_t>(chunk[scale_offset(type) + q6_scale_place(g, r8, i)] ^ 128);
+        std::memcpy(block + 192, chunk + row_fields_offset(type, g, r8), 16);
         std::memcpy(block + 208, chunk + kQ6SuperScaleOffset + g * 4 + r8 * 2, 2);
       } else if (is_k_quant(type)) {
-        const uint8_t *fields = chunk + scale_offset(type);
-        std::memcpy(block, fields + g * 8 + r8 * 4, 4);
+        const uint8_t *fields = chunk + row_fields_offset(type, g, r8);
+        std::memcpy(block, fields, 4);
         for (int i = 0; i < 8; ++i) {
           int scale = 0, minimum = 0;
-          tile_scale_min(fields, g, r8, i, &scale, &minimum);
+          tile_scale_min(fields, i, &scale, &minimum);
           set_scale_min(block + 4, i, scale, minimum);
         }
       } else if (type == kWeightQ4_1 || type == kWeightQ5_1) {

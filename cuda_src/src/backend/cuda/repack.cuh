@@ -101,40 +101,36 @@ XLLM_HOST_DEVICE int raw_code(const RawRows &raw, int64_t row, int64_t col) {
 }
 
 // Byte `index` of the scale fields of the block at (row, col): d for q4_0, q5_0, q8_0; d, m for
-// q4_1, q5_1; d, dmin and the packed scales for q4_k, q5_k; for q6_k the 16 scales ^ 128, then d.
+// q4_1, q5_1; d, dmin for q4_k, q5_k; for q6_k the 16 scales, then d.
 // Outside the matrix: zeros, d among them.
 XLLM_HOST_DEVICE uint8_t raw_scale_byte(const RawRows &raw, int64_t row, int64_t col, int index) {
   if (row >= raw.num_rows || col >= raw.num_cols) return 0;
   const uint8_t *block = raw_block(raw, row, col);
-  if (raw.source == kSourceQ6_K)
-    return static_cast<uint8_t>(block[192 + index] ^ (index < 16 ? 128 : 0));
+  if (raw.source == kSourceQ6_K) return block[192 + index];
   if (raw.source == kSourceQ3_K) {
     if (index >= 16) return block[108 + index - 16];
     const uint8_t *scales = block + 96;
     const int low = scales[index & 7] >> (4 * (index >> 3)) & 15;
     const int high = scales[8 + (index & 3)] >> (2 * (index >> 2)) & 3;
-    return static_cast<uint8_t>(((low | high << 4) - 32) ^ 128);
+    return static_cast<uint8_t>((low | high << 4) - 32);
   }
   return block[index];
 }
 
 // Byte `at` of the fields of q4_k and q5_k (planes.cuh) of the chunk at (row0, col0).
 XLLM_HOST_DEVICE uint8_t field_byte(const RawRows &raw, int64_t row0, int64_t col0, int at) {
-  if (at < static_cast<int>(kFieldWordOffset))
-    return raw_scale_byte(raw, row0 + at / 8 + 8 * (at % 8 / 4), col0, at % 4);
-  const bool is_half = at >= static_cast<int>(kFieldHalfOffset);
-  const int in = at - static_cast<int>(is_half ? kFieldHalfOffset : kFieldWordOffset);
-  const int lane = is_half ? in / 2 : in / 4;
-  int byte = 0;
-  for (int k = 0; k < (is_half ? 2 : 1); ++k) {
-    const int i = is_half ? in % 2 + 2 * k : in % 4;
-    const int64_t row = row0 + lane / 4 + 8 * (i >> 1);
-    if (row >= raw.num_rows || col0 >= raw.num_cols) continue;
-    int scale = 0, minimum = 0;
-    k_scale_min(raw_block(raw, row, col0) + 4, 2 * (lane % 4) + (i & 1), &scale, &minimum);
-    byte |= is_half ? (minimum & 15) << (4 * k) : scale | (minimum >> 4) << 6;
-  }
-  return static_cast<uint8_t>(byte);
+  const int of_row = at / static_cast<int>(kRowFieldBytes),
+            in = at % static_cast<int>(kRowFieldBytes);
+  const int64_t row = row0 + of_row / 2 + 8 * (of_row % 2);
+  if (in < 4 || row >= raw.num_rows || col0 >= raw.num_cols)
+    return raw_scale_byte(raw, row, col0, in);
+  const uint8_t *scales = raw_block(raw, row, col0) + 4;
+  const int word = in / 4 - 1, i = in % 4;
+  int scale[2], minimum[2];  // of blocks i, 4 + i
+  k_scale_min(scales, i, &scale[0], &minimum[0]);
+  k_scale_min(scales, 4 + i, &scale[1], &minimum[1]);
+  const int low = word == 2 ? minimum[0] : scale[word];
+  return static_cast<uint8_t>(low | (minimum[1] >> (4 - 2 * word) & 3) << 6);
 }
 
 // Byte j of word w of a lane's 6-bit codes (planes.cuh) of the unit at (row0, col0).
@@ -196,7 +192,7 @@ XLLM_HOST_DEVICE uint8_t packed_byte(const RawRows &raw, int64_t tile, int64_t o
       const int d = in - 256;
       return raw_scale_byte(raw, row0 + d / 4 + 8 * (d % 4 / 2), col0, 16 + d % 2);
     }
-    return raw_scale_byte(raw, row0 + in / 32 + 8 * (in % 8 / 4), col0, in % 32 / 8 * 4 + in % 4);
+    return raw_scale_byte(raw, row0 + in / 32 + 8 * (in % 32 / 16), col0, in % 16);
   }
   if (k_quant) return field_byte(raw, row0, col0, in);
   const int size = type == kWeightQ4_1 || type == kWeightQ5_1 ? 4 : 2;  // bytes of a block's scales

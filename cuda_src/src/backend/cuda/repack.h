@@ -34,10 +34,10 @@ std::vector<uint8_t> unpack_on_host(DType dtype, const std::vector<uint8_t> &til
 // The f32 value of (row, col) of tiles that lie in host memory.
 float tile_value_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, int64_t row,
                          int64_t col);
-// One output of a product in the canonical order (matmul_args.cuh), bit for bit: codes [num_cols]
-// of one token in the order of the columns, scales and sums [num_cols / 32] its d and s.
+// One output of a product in the canonical order (matmul_args.cuh), bit for bit: codes [num_cols] q
+// of one token in the order of the columns, scales [chunks of 256] its dx.
 float product_on_host(int weight_type, const uint8_t *tiles, int64_t num_cols, int64_t row,
-                      const int8_t *codes, const float *scales, const float *sums);
+                      const int16_t *codes, const float *scales);
 
 }  // namespace cuda
 }  // namespace xllm
