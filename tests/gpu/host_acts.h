@@ -34,7 +34,7 @@ inline float row_inverse_on_host(const float *x, int64_t cols, float eps) {
     for (int l = 0; l < 32; ++l) {
       lane[l] = 0;
       for (int i = 0; i < 8; ++i) {
-        const int64_t col = first + l / 4 * 32 + l % 4 * 4 + i / 4 * 16 + i % 4;
+        const int64_t col = first + 8 * l + i;
         const float v = col < cols ? x[col] : 0.0f;
         lane[l] = std::fmaf(v, v, lane[l]);
       }
@@ -82,9 +82,9 @@ inline HostActs quantize_on_host(std::vector<float> x, int tokens, int64_t cols,
           sum += q;
           a.q[(static_cast<size_t>(token) * a.num_chunks + chunk) * 256 + b * 32 + k] =
               static_cast<int16_t>(q);
-          uint8_t *byte = at + (b * 8 + in_group) * cuda::kActTokenBytes + cuda::act_position(k);
-          byte[0] = static_cast<uint8_t>(hi);
-          byte[8] = static_cast<uint8_t>(q - 8 * hi);
+          const int k_of_chunk = b * cuda::kActBlock + k;
+          at[cuda::act_code_offset(8, in_group, k_of_chunk, 0)] = static_cast<uint8_t>(hi);
+          at[cuda::act_code_offset(8, in_group, k_of_chunk, 1)] = static_cast<uint8_t>(q - 8 * hi);
         }
         const auto short_sum = static_cast<int16_t>(sum);
         std::memcpy(at + cuda::act_sums_offset(8) + (in_group * cuda::kActBlocks + b) * 2,

@@ -4,9 +4,8 @@
 //
 // A group of 8 tokens (the N of an mma) and a chunk of columns lie together, so that one bulk copy
 // brings them; columns past the end of the row are zeros:
-//   codes   [8 blocks of 32][8 tokens][4 t][16]: column k of a block is byte (k % 16) / 4 * 16 +
-//           k / 16 * 4 + k % 4 for hi, + 8 for lo. The 16 bytes of lane (g = token, t) are {b0, b1}
-//           of hi and {b0, b1} of lo: the B operands of m16n8k32.
+//   codes   [8 blocks of 32][2 halves][2 planes: hi, lo][8 tokens][16 columns]: 8 rows of 16 bytes
+//           are one matrix of ldmatrix, the b0 (b1 of the second half) of m16n8k32
 //   scales  d f32 [8 tokens]
 //   sums    of q over a block, int16 [8 tokens][8 blocks]
 #pragma once
@@ -24,9 +23,7 @@ constexpr int kActTokenBytes = 2 * kActBlock;     // of a block's codes of one t
 constexpr int kActMaxCode = 1016;
 
 // Offsets in a chunk of kTokens tokens, 8 in global memory, fewer where a kernel keeps fewer.
-XLLM_HOST_DEVICE constexpr int act_codes_bytes(int tokens) {
-  return kActBlocks * tokens * kActTokenBytes;
-}
+XLLM_HOST_DEVICE constexpr int act_codes_bytes(int tokens) { return 2 * kActCols * tokens; }
 XLLM_HOST_DEVICE constexpr int act_sums_offset(int tokens) {
   return act_codes_bytes(tokens) + 4 * tokens;
 }
@@ -36,9 +33,9 @@ XLLM_HOST_DEVICE constexpr int act_chunk_bytes(int tokens) {
 constexpr int kActChunkBytes = act_chunk_bytes(kActGroup);
 static_assert(kActChunkBytes == 4256, "one bulk copy");
 
-// Where the hi byte of column k of a block stands among the 64 bytes of a token; lo: + 8.
-XLLM_HOST_DEVICE constexpr int act_position(int k) {
-  return (k & 15) / 4 * 16 + k / 16 * 4 + (k & 3);
+// Where the byte of a plane (0 hi, 1 lo) of column k of the chunk stands.
+XLLM_HOST_DEVICE constexpr int act_code_offset(int tokens, int token, int k, int plane) {
+  return ((k >> 4) * 2 + plane) * tokens * 16 + token * 16 + (k & 15);
 }
 
 // Not owned: [token groups][num_chunks][kActChunkBytes], aligned to 16. data null: there are none.

@@ -14,40 +14,37 @@ namespace cuda {
 
 constexpr int kActLaneCols = 8;  // of a chunk, per lane
 
-// The columns of lane 4 * block + t of a chunk: act_lane_col, the three that follow, and the same
-// four 16 further on; v[i] in that order. What a lane quantises is 16 bytes of codes side by side.
-__device__ __forceinline__ int act_lane_col(int lane) {
-  return (lane >> 2) * kActBlock + (lane & 3) * 4;
-}
-
-// Loads a lane's columns of the chunk that begins at column `first`; zeros past the row's end.
-// `row` and the row's length are multiples of 4 elements; row aligned to 16.
+// Loads the columns 8 * lane.. of the chunk that begins at column `first`; zeros past the row's
+// end. `first` and the row's length are multiples of 8, row aligned to 16.
 __device__ __forceinline__ void load_act_cols(const float *row, int first, int num_cols, int lane,
                                               float (&v)[kActLaneCols]) {
-  const int col = first + act_lane_col(lane);
+  const int col = first + lane * kActLaneCols;
+  float4 x[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+  if (col < num_cols) {
+    x[0] = *reinterpret_cast<const float4 *>(row + col);
+    x[1] = *reinterpret_cast<const float4 *>(row + col + 4);
+  }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (col + 16 * half < num_cols) x = *reinterpret_cast<const float4 *>(row + col + 16 * half);
-    v[4 * half] = x.x;
-    v[4 * half + 1] = x.y;
-    v[4 * half + 2] = x.z;
-    v[4 * half + 3] = x.w;
+  for (int i = 0; i < 2; ++i) {
+    v[4 * i] = x[i].x;
+    v[4 * i + 1] = x[i].y;
+    v[4 * i + 2] = x[i].z;
+    v[4 * i + 3] = x[i].w;
   }
 }
 
 // A lane's share of a quantised chunk.
 struct ActLane {
-  uint4 codes;  // b0, b1 of hi, then of lo
-  float d;      // of the chunk, the same in all lanes
-  int sum;      // of q over the lane's block, the same in its four lanes
+  uint2 hi, lo;
+  float d;  // of the chunk, the same in all lanes
+  int sum;  // of q over the lane's block, the same in its four lanes
 };
 
 __device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// By a whole warp.
+// By a whole warp, lane l holding columns 8 l.. of the chunk.
 __device__ __forceinline__ ActLane quantize_chunk(const float (&x)[kActLaneCols]) {
   constexpr uint32_t kAll = 0xffffffffu;
   // The bits of |x| order as |x| does, with infinity and NaN on top.
@@ -67,9 +64,10 @@ __device__ __forceinline__ ActLane quantize_chunk(const float (&x)[kActLaneCols]
     hi[i] = (q + 4) >> 3;
     lo[i] = q - 8 * hi[i];
   }
-  lane.codes =
-      make_uint4(pack_bytes(hi[0], hi[1], hi[2], hi[3]), pack_bytes(hi[4], hi[5], hi[6], hi[7]),
-                 pack_bytes(lo[0], lo[1], lo[2], lo[3]), pack_bytes(lo[4], lo[5], lo[6], lo[7]));
+  lane.hi =
+      make_uint2(pack_bytes(hi[0], hi[1], hi[2], hi[3]), pack_bytes(hi[4], hi[5], hi[6], hi[7]));
+  lane.lo =
+      make_uint2(pack_bytes(lo[0], lo[1], lo[2], lo[3]), pack_bytes(lo[4], lo[5], lo[6], lo[7]));
   lane.sum += __shfl_xor_sync(kAll, lane.sum, 1);
   lane.sum += __shfl_xor_sync(kAll, lane.sum, 2);
   return lane;
@@ -79,10 +77,11 @@ __device__ __forceinline__ ActLane quantize_chunk(const float (&x)[kActLaneCols]
 template <int kTokens>
 __device__ __forceinline__ void store_act_codes(const ActLane &q, int token, int lane,
                                                 uint8_t *chunk) {
-  const int block = lane >> 2, t = lane & 3;
-  *reinterpret_cast<uint4 *>(chunk + (block * kTokens + token) * kActTokenBytes + t * 16) = q.codes;
-  if (t == 0) {
-    reinterpret_cast<int16_t *>(chunk + act_sums_offset(kTokens))[token * kActBlocks + block] =
+  uint8_t *at = chunk + act_code_offset(kTokens, token, lane * kActLaneCols, 0);
+  *reinterpret_cast<uint2 *>(at) = q.hi;
+  *reinterpret_cast<uint2 *>(at + act_code_offset(kTokens, 0, 0, 1)) = q.lo;
+  if ((lane & 3) == 0) {
+    reinterpret_cast<int16_t *>(chunk + act_sums_offset(kTokens))[token * kActBlocks + lane / 4] =
         static_cast<int16_t>(q.sum);
   }
 }

@@ -34,9 +34,10 @@ constexpr int kMaxSlices = 8;
 constexpr int kMagicBits = 0x4B400000;
 constexpr float kMagic = 12582912.0f;
 
-// How many slices K is cut into: a power of two, the fewest that are no longer than 5 chunks, and
-// at most 8.
+// How many slices K is cut into: one for each chunk up to 8 chunks; else a power of two, the fewest
+// that are no longer than 5 chunks, and at most 8.
 XLLM_HOST_DEVICE int num_slices_of(int num_chunks) {
+  if (num_chunks <= kMaxSlices) return num_chunks;
   int slices = 1;
   while (slices < kMaxSlices && slices * 5 < num_chunks) slices *= 2;
   return slices;
