@@ -6,7 +6,6 @@
 #include "backend/cuda/attention_any.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/kv_pages.h"
-#include "backend/cuda/quantize_rows.cuh"
 
 namespace xllm::cuda {
 namespace {
@@ -105,11 +104,8 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
                        static_cast<unsigned>(count)),
                   static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
   }
-  launch_kernel(launch(), "quantize_rows", quantize_rows_kernel,
-                dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
-                static_cast<const float *>(ws.attention_out.data<float>()),
-                dims.num_heads * dims.head_dim, ws.act_attention.view);
-  ws.last_act = &ws.act_attention;
+  const int num_cols = dims.num_heads * dims.head_dim;
+  ws.set_input({ws.attention_out.data<float>(), num_cols, num_cols, nullptr, 0.0f});
 }
 
 }  // namespace xllm::cuda

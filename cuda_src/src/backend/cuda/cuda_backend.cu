@@ -1,12 +1,12 @@
 #include <algorithm>
 #include <string>
 
+#include "backend/cuda/act_rows.h"
 #include "backend/cuda/attention_splits.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_check.h"
-#include "backend/cuda/expand_acts.cuh"
+#include "backend/cuda/f32_rows.cuh"
 #include "backend/cuda/kv_pages.cuh"
-#include "backend/cuda/row_norm.cuh"
 #include "base/error.h"
 
 namespace xllm::cuda {
@@ -47,7 +47,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   device_.registers_per_sm = attribute(cudaDevAttrMaxRegistersPerMultiprocessor, index);
   cudaFuncAttributes compiled = {};
   const cudaError_t found =
-      cudaFuncGetAttributes(&compiled, reinterpret_cast<const void *>(rms_norm_kernel<1>));
+      cudaFuncGetAttributes(&compiled, reinterpret_cast<const void *>(f32_gather_kernel));
   if (found != cudaSuccess) {
     (void)cudaGetLastError();
     throw Error(Status::kDevice, "CUDA: this library was not compiled for compute capability " +
@@ -71,6 +71,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   allocator_ = std::make_unique<DeviceAllocator>(index, options.memory_limit);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create a stream");
   prepare_matmul(&device_);
+  prepare_rows();
   prepare_attention();
 }
 
@@ -91,13 +92,12 @@ void CudaBackend::synchronize() { check(cudaStreamSynchronize(stream_), "finish 
 
 namespace {
 
-constexpr int kMaxHidden = kRowThreads * 16;
-
 void check_limits(const ModelDims &dims) {
-  if (dims.hidden_size > kMaxHidden) {
-    throw Error(Status::kUnimplemented,
-                "CUDA: hidden_size up to " + std::to_string(kMaxHidden) + " is supported, found " +
-                    std::to_string(dims.hidden_size) + "; use the CPU backend");
+  if (dims.hidden_size > kMaxNormCols) {
+    throw Error(Status::kUnimplemented, "CUDA: hidden_size up to " + std::to_string(kMaxNormCols) +
+                                            " is supported, found " +
+                                            std::to_string(dims.hidden_size) +
+                                            "; use the CPU backend");
   }
   if (dims.head_dim > kMaxHeadDim) {
     throw Error(Status::kUnimplemented,
@@ -116,7 +116,7 @@ BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors
   BackendPlan plan;
   CudaWeights::plan(dims, tensors, form, &plan.weight_bytes, &plan.table_bytes);
   // The upload's buffers are gone before the workspace comes.
-  const bool is_gate_unfused = CudaWeights::is_gate_unfused(dims, tensors, form);
+  const bool is_gate_unfused = CudaWeights::is_gate_unfused(tensors, form);
   plan.scratch_bytes =
       std::max(CudaWorkspace::plan_bytes(dims, form, is_gate_unfused,
                                          std::max(max_step_tokens, max_seqs), max_seqs),
@@ -182,7 +182,6 @@ void CudaBackend::begin_step(CudaWorkspace &ws, const ForwardBatch &batch, int p
   ws.num_rows = padded_rows;
   ws.num_logits = num_logits;
   ws.is_identity = is_padded || batch.num_logits() == batch.num_tokens();
-  ws.hidden_norm.squares = nullptr;
   ws.is_decode = batch.num_tokens() == batch.num_seqs() &&
                  batch.num_tokens() == batch.num_logits() && batch.num_tokens() <= kMaxGraphRows;
   int splits = 1;
@@ -226,7 +225,6 @@ void CudaBackend::run_step(Workspace &ws_base, const ForwardBatch &batch,
       return;
     }
   }
-  ws.last_act = &ws.act_hidden;
   check(cudaGraphLaunch(graph.exec, stream_), "launch the step's graph");
 }
 
@@ -259,42 +257,41 @@ void CudaBackend::capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph,
   }
 }
 
-void CudaBackend::add_and_normalize(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
-                                    const ActBuffer &act, const float *norm_weight) {
+// ---- products ----
+
+ActRows CudaBackend::hidden_rows(const CudaWorkspace &ws, const float *norm_weight) {
+  const ModelDims &dims = ws.weights->dims;
+  return {ws.x.data<float>(), dims.hidden_size, dims.hidden_size, norm_weight, dims.rms_eps};
+}
+
+Product CudaBackend::product_of(CudaWorkspace &ws, const FusedMatrix &matrix, int num_tokens) {
   Product product = {};
   product.matrix = &matrix;
-  product.act = &act.view;
-  product.num_tokens = ws.num_rows;
+  product.num_tokens = num_tokens;
+  product.partials = ws.partials.data<float>();
+  if (!ws.is_quantized && takes_rows(device_, matrix, num_tokens)) {
+    product.rows = ws.input;
+    return product;
+  }
+  if (!ws.is_quantized) quantize_rows(launch(), ws.input, num_tokens, ws.next_act());
+  ws.is_quantized = true;
+  product.act = ws.next_act();
+  return product;
+}
+
+void CudaBackend::add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
+                              const float *norm_weight) {
+  Product product = product_of(ws, matrix, ws.num_rows);
   product.out = ws.x.data<float>();
   product.out_stride = ws.weights->dims.hidden_size;
   product.bias = bias;
-  product.is_added = true;
-  product.partials = ws.partials.data<float>();
-  const bool is_deferred = ws.is_decode && uses_graphs_ && defers_norms_ &&
-                           !ws.weights->has_plain_matrix &&
-                           can_defer_norm(device_, matrix, ws.num_rows);
-  ws.hidden_norm.squares = is_deferred ? ws.squares.data<float>() : nullptr;
-  if (is_deferred) {
-    matmul_norm(launch(), product, norm_weight, ws.act_hidden.view, ws.hidden_norm.squares);
-    ws.last_act = &ws.act_hidden;
-  } else {
-    matmul(launch(), product);
-    normalize(ws, norm_weight);
-  }
-}
-
-void CudaBackend::normalize(CudaWorkspace &ws, const float *weight) {
-  const ModelDims &dims = ws.weights->dims;
-  const int per_thread = (dims.hidden_size + kRowThreads - 1) / kRowThreads;
-  const auto kernel = per_thread <= 1   ? rms_norm_kernel<1>
-                      : per_thread <= 2 ? rms_norm_kernel<2>
-                      : per_thread <= 4 ? rms_norm_kernel<4>
-                      : per_thread <= 8 ? rms_norm_kernel<8>
-                                        : rms_norm_kernel<16>;
-  launch_kernel(launch(), "rms_norm", kernel, dim3(static_cast<unsigned>(ws.num_rows)), kRowThreads,
-                0, static_cast<const float *>(ws.x.data<float>()), weight, dims.hidden_size,
-                dims.rms_eps, ws.act_hidden.view);
-  ws.last_act = &ws.act_hidden;
+  product.finish = Finish::kAdd;
+  Partials left;
+  matmul(launch(), product, &left);
+  ws.set_input(hidden_rows(ws, norm_weight));
+  if (left.data == nullptr) return;
+  add_and_quantize_rows(launch(), left, bias, product.out, ws.input, ws.num_rows, ws.next_act());
+  ws.is_quantized = true;
 }
 
 // ---- reading back ----
@@ -341,11 +338,12 @@ void CudaBackend::read_tap(Workspace &ws_base, Tap tap, std::vector<float> *out)
     out->resize(half.size());
     for (size_t i = 0; i < half.size(); ++i) (*out)[i] = __half2float(half[i]);
   } else {
-    if (ws.last_act == nullptr) return out->clear();
-    const auto cols = static_cast<size_t>(ws.last_act->num_cols);
+    // Quantised here where the product to come does it itself: the same numbers.
+    if (ws.input.x == nullptr) return out->clear();
+    const auto cols = static_cast<size_t>(ws.input.num_cols);
     Buffer expanded(allocator_.get(), rows * cols * sizeof(float));
-    launch_kernel(launch(), "expand_acts", expand_acts_kernel, dim3(static_cast<unsigned>(rows)),
-                  256, 0, ws.last_act->view, static_cast<int>(cols), expanded.data<float>());
+    if (!ws.is_quantized) quantize_rows(launch(), ws.input, ws.num_rows, ws.next_act());
+    expand_acts(launch(), ws.next_act(), ws.num_rows, ws.input.num_cols, expanded.data<float>());
     out->resize(rows * cols);
     copy(expanded.data(), out->size() * sizeof(float), out->data());
   }

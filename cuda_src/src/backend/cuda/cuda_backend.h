@@ -1,6 +1,7 @@
-// An NVIDIA GPU as a device: raw quantised blocks as tiles times int8 activations. The stages are
-// in the files of their names. One stream; every kernel may start before the one before it has
-// ended (device_utils.cuh); decode steps replay as graphs.
+// An NVIDIA GPU as a device: raw quantised blocks as tiles times integer activations. The stages
+// are in the files of their names; what passes between them is f32 rows, quantised by the product
+// that reads them or by a kernel right before it. One stream; every kernel may start before the one
+// before it has ended (device_utils.cuh); decode steps replay as graphs.
 #pragma once
 
 #include <memory>
@@ -56,7 +57,6 @@ class CudaBackend : public Backend {
 
   // For tests and measurements.
   void set_graphs(bool is_on) { uses_graphs_ = is_on; }
-  void set_deferred_norms(bool is_on) { defers_norms_ = is_on; }
   Device &device() { return device_; }
   cudaStream_t stream() const { return stream_; }
   void synchronize();
@@ -70,12 +70,13 @@ class CudaBackend : public Backend {
   bool finishes_rows(const CudaWorkspace &ws, const KvView &kv) const;
   static QkvArgs qkv_args(const CudaWorkspace &ws, const CudaWeights &weights, int layer,
                           const KvView &kv);
-  // act_hidden = Q(rms_norm(x) * weight) of every row.
-  void normalize(CudaWorkspace &ws, const float *weight);
-  // x += product of act with matrix; act_hidden = Q(rms_norm(x) * norm_weight), the norm left to
-  // the next product where that is faster.
-  void add_and_normalize(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
-                         const ActBuffer &act, const float *norm_weight);
+  // The rows of the residual under a norm.
+  static ActRows hidden_rows(const CudaWorkspace &ws, const float *norm_weight);
+  // A product with the workspace's input, which is quantised first where the product wants it so.
+  Product product_of(CudaWorkspace &ws, const FusedMatrix &matrix, int num_tokens);
+  // x += product of the input with matrix + bias; then the input is x under norm_weight.
+  void add_product(CudaWorkspace &ws, const FusedMatrix &matrix, const float *bias,
+                   const float *norm_weight);
   // The stages in the dequantised form (per_slot.cu).
   void f32_embed(CudaWorkspace &ws, const CudaWeights &weights);
   void f32_qkv(CudaWorkspace &ws, const CudaWeights &weights, int layer, const KvView &kv);
@@ -96,7 +97,6 @@ class CudaBackend : public Backend {
   cudaStream_t stream_ = nullptr;
   mutable std::shared_ptr<const CublasLibrary> cublas_;
   bool uses_graphs_ = true;
-  bool defers_norms_ = true;  // off in measurements
   bool in_step_ = false;
 };
 

@@ -234,9 +234,8 @@ void CudaWeights::plan(const ModelDims &dims, const ModelTensors &tensors, Weigh
   *table_bytes = table_size(dims);
 }
 
-bool CudaWeights::is_gate_unfused(const ModelDims &dims, const ModelTensors &tensors,
-                                  WeightForm form) {
-  if (form == WeightForm::kDequantized || dims.intermediate_size % 32 != 0) return true;
+bool CudaWeights::is_gate_unfused(const ModelTensors &tensors, WeightForm form) {
+  if (form == WeightForm::kDequantized) return true;
   const auto is_row_type = [](const MatrixView &view) {
     return weight_type_of(view.dtype) < 0 || is_plain(weight_type_of(view.dtype));
   };
@@ -246,10 +245,9 @@ bool CudaWeights::is_gate_unfused(const ModelDims &dims, const ModelTensors &ten
 }
 
 bool CudaWeights::is_gate_unfused() const {
-  if (form_ == WeightForm::kDequantized || dims.intermediate_size % 32 != 0) return true;
-  return std::any_of(layers.begin(), layers.end(), [&](const CudaLayer &layer) {
-    return is_plain(layer.gate_up.parts[0].type) || is_plain(layer.gate_up.parts[1].type);
-  });
+  if (form_ == WeightForm::kDequantized) return true;
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const CudaLayer &layer) { return layer.gate_up.has_plain_part(); });
 }
 
 CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, WeightForm form,
@@ -268,15 +266,6 @@ CudaWeights::CudaWeights(const ModelDims &model, const ModelTensors &tensors, We
         static_cast<Arena &>(upload).vector(dims.rope.coarse.data(), dims.rope.coarse.size());
     rope_fine = static_cast<Arena &>(upload).vector(dims.rope.fine.data(), dims.rope.fine.size());
   }
-  const auto note_plain = [&](const FusedMatrix &matrix) {
-    for (const DeviceMatrix &part : matrix.parts)
-      has_plain_matrix = has_plain_matrix || is_plain(part.type);
-  };
-  for (const CudaLayer &layer : layers) {
-    for (const FusedMatrix *matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
-      note_plain(*matrix);
-  }
-  note_plain(head);
   check(cudaStreamSynchronize(stream), "upload weights");
 }
 

@@ -41,7 +41,7 @@ class CudaWeights : public WeightSet {
   static constexpr uint64_t kUploadBytes = uint64_t{16} << 20;
 
   // Whether gate and up are multiplied one by one, so that their rows need memory of their own.
-  static bool is_gate_unfused(const ModelDims &dims, const ModelTensors &tensors, WeightForm form);
+  static bool is_gate_unfused(const ModelTensors &tensors, WeightForm form);
   bool is_gate_unfused() const;
 
   ModelDims dims;  // without the host copy of the RoPE tables
@@ -49,7 +49,6 @@ class CudaWeights : public WeightSet {
   std::vector<CudaLayer> layers;
   const float *output_norm = nullptr;
   FusedMatrix head;
-  bool has_plain_matrix = false;  // any of the above kept as rows
   const float *rope_coarse = nullptr, *rope_fine = nullptr;
 
  private:

@@ -26,20 +26,20 @@ int64_t wanted_split_entries(const ModelDims &dims) {
 
 // Of the products whose slices are spread over CTAs (matmul.h).
 uint64_t partial_bytes(const ModelDims &dims, int64_t rows) {
-  const auto floats = [&](int64_t out, int64_t in) {
-    FusedMatrix matrix;
-    matrix.parts.push_back({nullptr, 0, out, in});
-    return partial_floats(matrix, rows);
-  };
-  const uint64_t most = std::max(
-      {floats(qkv_cols(dims), dims.hidden_size), floats(dims.hidden_size, q_cols(dims)),
-       floats(dims.hidden_size, dims.intermediate_size), floats(dims.vocab_size, dims.hidden_size),
-       floats(2 * int64_t{dims.intermediate_size}, dims.hidden_size)});
+  const uint64_t most =
+      std::max({partial_floats(qkv_cols(dims), dims.hidden_size, rows),
+                partial_floats(dims.hidden_size, q_cols(dims), rows),
+                partial_floats(dims.hidden_size, dims.intermediate_size, rows),
+                partial_floats(dims.vocab_size, dims.hidden_size, rows),
+                partial_floats(2 * int64_t{dims.intermediate_size}, dims.hidden_size, rows)});
   return most * sizeof(float);
 }
 
-uint64_t squares_bytes(const ModelDims &dims) {
-  return bytes_of(kActGroup * int64_t{dims.hidden_size / kActBlock + 1}, sizeof(float));
+// Of the activations of the widest product, in groups of 8 rows.
+uint64_t act_bytes(const ModelDims &dims, int64_t rows) {
+  const int64_t cols = std::max<int64_t>({dims.hidden_size, q_cols(dims), dims.intermediate_size});
+  return bytes_of((rows + kActGroup - 1) / kActGroup * ((cols + kActCols - 1) / kActCols),
+                  kActChunkBytes);
 }
 
 constexpr int64_t kBatchRowBytes = 8 + 5 * 4;
@@ -57,31 +57,13 @@ int64_t first_table_entries(int64_t seqs) { return std::max<int64_t>(1024, 64 * 
 
 }  // namespace
 
-void ActBuffer::allocate(Allocator *allocator, int64_t cols, int64_t num_rows,
-                         cudaStream_t stream) {
-  const int blocks = padded_blocks(cols);
-  const uint64_t entries =
-      static_cast<uint64_t>((num_rows + kActGroup - 1) / kActGroup * kActGroup * blocks);
-  codes = Buffer();
-  scales = Buffer();
-  codes = Buffer(allocator, entries * kActBlock);
-  scales = Buffer(allocator, entries * sizeof(float2));
-  check(cudaMemsetAsync(codes.data(), 0, codes.size_bytes(), stream), "clear activations");
-  check(cudaMemsetAsync(scales.data(), 0, scales.size_bytes(), stream), "clear activations");
-  view = {codes.data<int8_t>(), scales.data<float2>(), blocks};
-  num_cols = static_cast<int>(cols);
-}
-
 CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cudaStream_t on,
                              int seqs, std::shared_ptr<const CublasLibrary> cublas)
     : weights(&set), allocator(memory), stream(on), max_seqs(seqs) {
   const ModelDims &dims = set.dims;
-  hidden_norm.num_cols = dims.hidden_size;
-  hidden_norm.eps = dims.rms_eps;
   if (is_f32()) {
     f32.sgemm = std::make_unique<Sgemm>(std::move(cublas), allocator, stream);
   } else {
-    squares = Buffer(allocator, squares_bytes(dims));
     split_entries = wanted_split_entries(dims);
     split_out = Buffer(
         allocator, bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
@@ -121,25 +103,17 @@ uint64_t CudaWorkspace::size_bytes() const {
   for (const Buffer *buffer : {&x,
                                &qkv,
                                &q,
-                               &gate_up,
                                &attention_out,
-                               &partials,
-                               &squares,
+                               &ffn,
+                               &head_rows,
                                &logits,
-                               &act_hidden.codes,
-                               &act_hidden.scales,
-                               &act_attention.codes,
-                               &act_attention.scales,
-                               &act_ffn.codes,
-                               &act_ffn.scales,
-                               &act_head.codes,
-                               &act_head.scales,
+                               &act,
+                               &partials,
                                &split_out,
                                &split_stats,
                                &split_counters,
                                &f32.act,
                                &f32.q,
-                               &f32.head_act,
                                &batch_memory,
                                &sampled,
                                &chosen,
@@ -161,17 +135,13 @@ uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, bool 
     return bytes_of(count, sizeof(float)) * static_cast<uint64_t>(cols);
   };
   uint64_t total = floats(rows, dims.hidden_size + qkv_cols(dims) + q_cols(dims));
-  total += floats(logits, dims.vocab_size);
-  if (is_gate_unfused) total += floats(rows, 2 * int64_t{dims.intermediate_size});
+  total += floats(rows, (is_gate_unfused ? 2 : 1) * int64_t{dims.intermediate_size});
+  total += floats(logits, dims.vocab_size) + floats(logits, dims.hidden_size);
   if (is_f32) {
-    total += Sgemm::kWorkspaceBytes + floats(rows, dims.hidden_size + q_cols(dims)) +
-             floats(logits, dims.hidden_size);
+    total += Sgemm::kWorkspaceBytes + floats(rows, dims.hidden_size + q_cols(dims));
   } else {
     total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
-    total += partial_bytes(dims, rows) + squares_bytes(dims);
-    total += ActBuffer::bytes(dims.hidden_size, rows) + ActBuffer::bytes(q_cols(dims), rows) +
-             ActBuffer::bytes(dims.intermediate_size, rows) +
-             ActBuffer::bytes(dims.hidden_size, padded(logits));
+    total += partial_bytes(dims, rows) + act_bytes(dims, rows);
     total += bytes_of(wanted_split_entries(dims), static_cast<uint64_t>(dims.head_dim) * 4 + 8 + 4);
   }
   total += bytes_of(rows, kBatchRowBytes) + bytes_of(first_table_entries(max_seqs), 4);
@@ -181,7 +151,6 @@ uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, bool 
 void CudaWorkspace::reserve_all(int num_rows) {
   const int seqs = std::max(max_seqs, 1);
   reserve(std::max(num_rows, 1), seqs, first_table_entries(seqs));
-  if (weights->is_gate_unfused()) (void)unfused_gate_up();
   reserve_sampler(static_cast<size_t>(seqs), static_cast<size_t>(seqs), true);
 }
 
@@ -204,15 +173,17 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
     grow(&x, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
     grow(&qkv, bytes_of(n, 4) * static_cast<uint64_t>(qkv_cols(dims)));
     grow(&attention_out, bytes_of(n, 4) * static_cast<uint64_t>(q_cols(dims)));
+    grow(&ffn, bytes_of(n, weights->is_gate_unfused() ? 8 : 4) *
+                   static_cast<uint64_t>(dims.intermediate_size));
     if (is_f32()) {
       grow(&f32.act, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
       grow(&f32.q, bytes_of(n, 4) * static_cast<uint64_t>(q_cols(dims)));
     } else {
       grow(&q, bytes_of(n, 2) * static_cast<uint64_t>(q_cols(dims)));
       grow(&partials, partial_bytes(dims, n));
-      act_hidden.allocate(allocator, dims.hidden_size, n, stream);
-      act_attention.allocate(allocator, q_cols(dims), n, stream);
-      act_ffn.allocate(allocator, dims.intermediate_size, n, stream);
+      grow(&act, act_bytes(dims, n));
+      // A group of 8 may be read whole where it has fewer rows.
+      check(cudaMemsetAsync(act.data(), 0, act.size_bytes(), stream), "clear activations");
     }
     row_capacity_ = static_cast<int>(n);
   }
@@ -220,11 +191,7 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
     const int64_t n = logit_rows_for(logit_rows, is_f32());
     logit_capacity_ = 0;
     grow(&logits, bytes_of(n, 4) * static_cast<uint64_t>(dims.vocab_size));
-    if (is_f32()) {
-      grow(&f32.head_act, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
-    } else {
-      act_head.allocate(allocator, dims.hidden_size, padded(n), stream);
-    }
+    grow(&head_rows, bytes_of(n, 4) * static_cast<uint64_t>(dims.hidden_size));
     grow(&chosen, bytes_of(n, 4));
     logit_capacity_ = static_cast<int>(n);
   }
@@ -245,17 +212,6 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
   batch.logit_rows = batch.sampler_rows + n;
   batch.tables = batch.logit_rows + n;
   table_capacity_ = tables;
-}
-
-float *CudaWorkspace::unfused_gate_up() {
-  const uint64_t bytes =
-      bytes_of(row_capacity_, 8) * static_cast<uint64_t>(weights->dims.intermediate_size);
-  if (gate_up.size_bytes() < bytes) {
-    check(cudaStreamSynchronize(stream), "finish a step");
-    for (auto &entry : graphs) entry.second.signature.clear();
-    grow(&gate_up, bytes);
-  }
-  return gate_up.data<float>();
 }
 
 void CudaWorkspace::upload(const ForwardBatch &from, int padded_rows) {

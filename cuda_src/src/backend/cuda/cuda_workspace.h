@@ -8,28 +8,10 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "backend/cuda/act_quant.cuh"
 #include "backend/cuda/cublas.h"
 #include "backend/cuda/cuda_weights.h"
-#include "backend/cuda/matmul_args.cuh"
 
 namespace xllm::cuda {
-
-// An activation buffer that owns its memory; blocks of padding hold zeros from the start and are
-// never written.
-struct ActBuffer {
-  Buffer codes, scales;
-  ActView view = {};
-  int num_cols = 0;
-
-  static int padded_blocks(int64_t num_cols) { return static_cast<int>((num_cols + 63) / 64 * 2); }
-  static uint64_t bytes(int64_t num_cols, int64_t num_rows) {
-    return static_cast<uint64_t>((num_rows + kActGroup - 1) / kActGroup * kActGroup *
-                                 padded_blocks(num_cols)) *
-           (kActBlock + sizeof(float2));
-  }
-  void allocate(Allocator *allocator, int64_t cols, int64_t num_rows, cudaStream_t stream);
-};
 
 // What the per-slot form has in place of quantised activations.
 struct F32Scratch {
@@ -38,9 +20,8 @@ struct F32Scratch {
     int num_cols = 0;
   };
   std::unique_ptr<Sgemm> sgemm;
-  Buffer act;       // [rows, hidden]
-  Buffer q;         // [rows, q]
-  Buffer head_act;  // [logits, hidden]
+  Buffer act;  // [rows, hidden]
+  Buffer q;    // [rows, q]
   Rows last_act;
 };
 
@@ -76,8 +57,15 @@ class CudaWorkspace : public Workspace {
   // Copies the batch to the device; rows from num_tokens to padded_rows are padding.
   void upload(const ForwardBatch &batch, int padded_rows);
 
-  // `gate_up`, made on first use: [row capacity, 2 * intermediate] f32.
-  float *unfused_gate_up();
+  // The activations of the next product: rows, which it quantises itself or which a kernel before
+  // it puts into `act` in the form of next_act.
+  void set_input(const ActRows &rows) {
+    input = rows;
+    is_quantized = false;
+  }
+  ActView next_act() const {
+    return {act.data<uint8_t>(), (input.num_cols + kActCols - 1) / kActCols};
+  }
 
   // What crosses the bus for the choice of a step's tokens, both ways. There are two, so that one
   // step's may be asked for while the one before it is on its way.
@@ -115,18 +103,18 @@ class CudaWorkspace : public Workspace {
   bool is_recording = false;  // stages only append to `signature`
   std::vector<uint64_t> signature;
 
-  Buffer x;        // [rows, hidden] f32
-  Buffer qkv;      // [rows, q + 2 kv] f32
-  Buffer q;        // [rows, q] f16
-  Buffer gate_up;  // [rows, 2 * intermediate] f32; only for matrices that the fused kernel does not
-                   // take
-  Buffer attention_out;  // [rows, q] f32; only for head sizes that the fused kernel does not take
-  Buffer partials;       // f32, matmul.h
-  Buffer logits;         // [logits, vocab] f32
-  Buffer squares;        // [8, hidden / 32] f32, of a deferred norm
-  DeferredNorm hidden_norm = {};  // what the stage before left undone in act_hidden
-  ActBuffer act_hidden, act_attention, act_ffn, act_head;
-  F32Scratch f32;                                 // empty in the raw form, which has all the others
+  Buffer x;              // [rows, hidden] f32
+  Buffer qkv;            // [rows, q + 2 kv] f32
+  Buffer q;              // [rows, q] f16
+  Buffer attention_out;  // [rows, q] f32
+  Buffer ffn;        // [rows, intermediate] f32; twice that where gate and up stand side by side
+  Buffer head_rows;  // [logits, hidden] f32
+  Buffer logits;     // [logits, vocab] f32
+  Buffer act;        // rows of the widest product, quantised
+  Buffer partials;   // f32, matmul.h
+  ActRows input = {};
+  bool is_quantized = false;  // input stands in act
+  F32Scratch f32;             // empty in the raw form, which has all the others but this
   Buffer split_out, split_stats, split_counters;  // attention.cuh
   int64_t split_entries = 0;
   Buffer batch_memory;
@@ -136,7 +124,6 @@ class CudaWorkspace : public Workspace {
   Buffer sample_parts, bins, adjusted;  // sample.cuh
   size_t num_bin_rows = 0;
   PinnedBuffer host_logits;
-  const ActBuffer *last_act = nullptr;
 
   std::map<std::tuple<int, int>, Graph> graphs;  // by (rows, max_splits)
 

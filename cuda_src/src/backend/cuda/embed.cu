@@ -1,4 +1,4 @@
-// x = E[token]; act = Q(rms_norm(x) * attn_norm of layer 0).
+// x = E[token].
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/embed.cuh"
 #include "backend/cuda/repack.h"
@@ -23,18 +23,9 @@ void CudaBackend::embed(Workspace &ws_base, const WeightSet &weights_base,
   args.sampler_rows = ws.batch.sampler_rows;
   args.sampled = ws.sampled.data<int32_t>();
   args.x = ws.x.data<float>();
-  args.norm_weight = weights.layers.front().attn_norm;
-  args.eps = dims.rms_eps;
-  args.act = ws.act_hidden.view;
-  const int per_thread = (dims.hidden_size + kRowThreads - 1) / kRowThreads;
-  const auto kernel = per_thread <= 1   ? embed_kernel<1>
-                      : per_thread <= 2 ? embed_kernel<2>
-                      : per_thread <= 4 ? embed_kernel<4>
-                      : per_thread <= 8 ? embed_kernel<8>
-                                        : embed_kernel<16>;
-  launch_kernel(launch(), "embed", kernel, dim3(static_cast<unsigned>(ws.num_rows)), kRowThreads, 0,
-                args);
-  ws.last_act = &ws.act_hidden;
+  launch_kernel(launch(), "embed", embed_kernel, dim3(static_cast<unsigned>(ws.num_rows)),
+                kEmbedThreads, 0, args);
+  ws.set_input(hidden_rows(ws, weights.layers.front().attn_norm));
 }
 
 }  // namespace xllm::cuda

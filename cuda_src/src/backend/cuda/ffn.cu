@@ -1,7 +1,7 @@
-// h = silu(act * Wg) * (act * Wu); x += Q(h) * Wd; act = Q(rms_norm(x) * the next norm).
+// h = silu(act * Wg) * (act * Wu); x += Q(h) * Wd.
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/f32_rows.cuh"
 #include "backend/cuda/repack.h"
-#include "backend/cuda/swiglu_rows.cuh"
 
 namespace xllm::cuda {
 
@@ -14,27 +14,21 @@ void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int lay
   const ModelDims &dims = weights.dims;
   const auto index = static_cast<size_t>(layer);
   const CudaLayer &of = weights.layers[index];
-  const DeviceMatrix &gate = of.gate_up.parts[0], &up = of.gate_up.parts[1];
-  if (!is_plain(gate.type) && !is_plain(up.type) && dims.intermediate_size % 32 == 0) {
-    matmul_swiglu(launch(), gate, up, ws.act_hidden.view, &ws.hidden_norm, ws.num_rows,
-                  ws.act_ffn.view);
-  } else {
-    Product product = {};
-    product.matrix = &of.gate_up;
-    product.act = &ws.act_hidden.view;
-    product.norm_in = &ws.hidden_norm;
-    product.num_tokens = ws.num_rows;
-    product.out = ws.unfused_gate_up();
-    product.out_stride = 2 * int64_t{dims.intermediate_size};
-    product.partials = ws.partials.data<float>();
-    matmul(launch(), product);
-    launch_kernel(launch(), "swiglu_rows", swiglu_rows_kernel,
-                  dim3(static_cast<unsigned>(ws.num_rows)), 256, 0,
-                  static_cast<const float *>(product.out), dims.intermediate_size, ws.act_ffn.view);
+  const bool is_fused = !of.gate_up.has_plain_part();
+  Product product = product_of(ws, of.gate_up, ws.num_rows);
+  product.out = ws.ffn.data<float>();
+  product.out_stride = (is_fused ? 1 : 2) * int64_t{dims.intermediate_size};
+  product.finish = is_fused ? Finish::kSwiGlu : Finish::kStore;
+  matmul(launch(), product);
+  if (!is_fused) {
+    launch_kernel(launch(), "f32_swiglu", f32_swiglu_kernel,
+                  dim3(static_cast<unsigned>(ws.num_rows)), kF32Threads, 0, product.out,
+                  dims.intermediate_size);
   }
-  add_and_normalize(ws, of.down, nullptr, ws.act_ffn,
-                    index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm
-                                                      : weights.output_norm);
+  ws.set_input({product.out, product.out_stride, dims.intermediate_size, nullptr, 0.0f});
+  add_product(ws, of.down, nullptr,
+              index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm
+                                                : weights.output_norm);
 }
 
 }  // namespace xllm::cuda

@@ -1,6 +1,6 @@
 // logits = act * Wh of the rows that want them.
 #include "backend/cuda/cuda_backend.h"
-#include "backend/cuda/gather_acts.cuh"
+#include "backend/cuda/f32_rows.cuh"
 
 namespace xllm::cuda {
 
@@ -11,22 +11,20 @@ void CudaBackend::head(Workspace &ws_base, const WeightSet &weights_base,
   if (records(ws, 6, ws.num_logits)) return;
   if (is_f32(weights)) return f32_head(ws, weights);
   if (ws.num_logits == 0) return;
-  const ActView *act = &ws.act_hidden.view;
   if (!ws.is_identity) {
-    launch_kernel(launch(), "gather_acts", gather_acts_kernel,
-                  dim3(static_cast<unsigned>(ws.num_logits)), 256, 0, ws.act_hidden.view,
-                  static_cast<const int32_t *>(ws.batch.logit_rows),
-                  (weights.dims.hidden_size + kActBlock - 1) / kActBlock, ws.act_head.view);
-    act = &ws.act_head.view;
+    const int hidden = weights.dims.hidden_size;
+    float *rows = ws.head_rows.data<float>();
+    launch_kernel(launch(), "f32_gather", f32_gather_kernel,
+                  dim3(static_cast<unsigned>(ws.num_logits)), kF32Threads, 0,
+                  static_cast<const float *>(ws.x.data<float>()),
+                  static_cast<const int32_t *>(ws.batch.logit_rows), hidden, rows);
+    ActRows input = hidden_rows(ws, weights.output_norm);
+    input.x = rows;
+    ws.set_input(input);
   }
-  Product product = {};
-  product.matrix = &weights.head;
-  product.act = act;
-  product.norm_in = &ws.hidden_norm;
-  product.num_tokens = ws.num_logits;
+  Product product = product_of(ws, weights.head, ws.num_logits);
   product.out = ws.logits.data<float>();
   product.out_stride = weights.dims.vocab_size;
-  product.partials = ws.partials.data<float>();
   matmul(launch(), product);
 }
 

@@ -33,6 +33,14 @@ struct Launch {
   cudaStream_t stream;
 };
 
+// Asks for as large a share of an SM's memory for shared memory as the matrix kernels have: kernels
+// that differ in it cannot run side by side, so the next one could not start early.
+inline void prefer_shared_memory(const void *kernel) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        "set the share of shared memory");
+}
+
 // Launches kernel(args...) so that it may start before the previous one has ended (it calls
 // wait_for_previous_kernel), where the device can. Checks the launch.
 template <typename... Parameters, typename... Arguments>

@@ -7,13 +7,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "backend/cuda/act_format.cuh"
 #include "backend/cuda/launch.h"
 
 namespace xllm {
 namespace cuda {
-
-struct ActView;
-struct DeferredNorm;
 
 // One matrix in device memory.
 struct DeviceMatrix {
@@ -27,46 +25,47 @@ struct FusedMatrix {
   std::vector<DeviceMatrix> parts;
   int64_t rows() const;
   int64_t cols() const { return parts.front().cols; }
+  bool has_plain_part() const;
 };
 
-// How K is cut (matmul_args.cuh).
-struct SlicePlan {
-  int num_units, num_chunks, num_slices;
+// Sums of slices that a product left to the kernel after it: [num_slices][tokens of the product]
+// [num_rows] f32, to be added up in order. data null: none.
+struct Partials {
+  const float *data = nullptr;
+  int num_slices = 0;
+  int num_rows = 0;
 };
-SlicePlan slice_plan(int64_t cols);
 
-// Where partial sums of products of more than 8 tokens go: f32, this many for one matrix.
-uint64_t partial_floats(const FusedMatrix &matrix, int64_t num_tokens);
+enum class Finish {
+  kStore,   // out = y + bias
+  kAdd,     // out += y + bias
+  kSwiGlu,  // parts gate and up of tile types: out = silu(gate) * up
+};
 
 struct Product {
   const FusedMatrix *matrix;
-  const ActView *act;
-  const DeferredNorm *norm_in;  // what is left to do to act; null: nothing. Up to 8 tokens
+  ActView act;   // the activations: of the two the one that is there
+  ActRows rows;  // only where takes_rows
   int num_tokens;
   float *out;  // [num_tokens, out_stride] f32
   int64_t out_stride;
-  const float *bias;  // [rows], or null
-  bool is_added;      // out += y
-  float *partials;    // partial_floats
+  const float *bias;  // [rows], or null; never with kSwiGlu
+  Finish finish;
+  float *partials;  // partial_floats
 };
 
-// Opts all kernels in to the shared memory they use and notes what bounds their occupancy; once per
-// device.
+// Opts all kernels in to the shared memory they use; once per device.
 void prepare_matmul(Device *device);
 
-void matmul(const Launch &launch, const Product &product);
+// Whether a product is faster when it quantises its rows itself.
+bool takes_rows(const Device &device, const FusedMatrix &matrix, int num_tokens);
 
-// out += y of up to 8 tokens, act_out = Q(out * norm_weight) with the norm left to the next
-// product; squares [8][rows / 32]. Only where can_defer_norm.
-bool can_defer_norm(const Device &device, const FusedMatrix &matrix, int num_tokens);
-void matmul_norm(const Launch &launch, const Product &product, const float *norm_weight,
-                 const ActView &act_out, float *squares);
+// `left`, where not null, may receive what the kernel that reads `out` next has to add to it
+// (act_rows.h), together with the bias; null: the product is finished.
+void matmul(const Launch &launch, const Product &product, Partials *left = nullptr);
 
-// act_out = Q(silu(gate x) * (up x)), 32 outputs to a block; both matrices of tile types with the
-// same number of rows.
-void matmul_swiglu(const Launch &launch, const DeviceMatrix &gate, const DeviceMatrix &up,
-                   const ActView &act, const DeferredNorm *norm_in, int num_tokens,
-                   const ActView &act_out);
+// Where partial sums go: f32, this many for one matrix of so many rows and columns.
+uint64_t partial_floats(int64_t rows, int64_t cols, int64_t num_tokens);
 
 }  // namespace cuda
 }  // namespace xllm

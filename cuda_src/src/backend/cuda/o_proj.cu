@@ -1,4 +1,4 @@
-// x += act * Wo; act = Q(rms_norm(x) * ffn_norm).
+// x += act * Wo.
 #include "backend/cuda/cuda_backend.h"
 
 namespace xllm::cuda {
@@ -10,7 +10,7 @@ void CudaBackend::o_proj(Workspace &ws_base, const WeightSet &weights_base, int 
   const CudaWeights &weights = as_cuda(weights_base);
   if (is_f32(weights)) return f32_o_proj(ws, weights, layer);
   const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
-  add_and_normalize(ws, of.o, of.o_bias, ws.act_attention, of.ffn_norm);
+  add_product(ws, of.o, of.o_bias, of.ffn_norm);
 }
 
 }  // namespace xllm::cuda

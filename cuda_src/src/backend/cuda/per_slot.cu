@@ -96,7 +96,7 @@ void CudaBackend::f32_ffn(CudaWorkspace &ws, const CudaWeights &weights, int lay
   const ModelDims &dims = weights.dims;
   const auto index = static_cast<size_t>(layer);
   const CudaLayer &of = weights.layers[index];
-  float *gate_up = ws.unfused_gate_up();
+  float *gate_up = ws.ffn.data<float>();
   multiply(ws.f32, of.gate_up, ws.f32.act.data<float>(), dims.hidden_size, ws.num_rows, gate_up,
            false);
   launch_kernel(launch(), "f32_swiglu", f32_swiglu_kernel, grid_of(ws.num_rows), kF32Threads, 0,
@@ -111,7 +111,7 @@ void CudaBackend::f32_ffn(CudaWorkspace &ws, const CudaWeights &weights, int lay
 void CudaBackend::f32_head(CudaWorkspace &ws, const CudaWeights &weights) {
   if (ws.num_logits == 0) return;
   const int hidden = weights.dims.hidden_size;
-  float *rows = ws.f32.head_act.data<float>();
+  float *rows = ws.head_rows.data<float>();
   launch_kernel(launch(), "f32_gather", f32_gather_kernel, grid_of(ws.num_logits), kF32Threads, 0,
                 static_cast<const float *>(ws.f32.act.data<float>()),
                 static_cast<const int32_t *>(ws.batch.logit_rows), hidden, rows);

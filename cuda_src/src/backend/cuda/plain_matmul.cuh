@@ -1,5 +1,5 @@
 // Products with f32, f16 and bf16 matrices, for the few of them that quantised files hold:
-// activations are the same int8 blocks, expanded again. One warp per row, up to 8 tokens per pass;
+// activations are the same integers, expanded again. One warp per row, up to 8 tokens per pass;
 // lane k of a warp takes element k of each block of 32, ascending.
 #pragma once
 
@@ -44,9 +44,13 @@ __global__ void __launch_bounds__(256) plain_matmul_kernel(const __grid_constant
 #pragma unroll
     for (int m = 0; m < kActGroup; ++m) {
       if (m < args.num_tokens) {
-        const int64_t entry = args.act.entry(args.first_token + m, block);
-        const float q = static_cast<float>(args.act.codes[entry * kActBlock + act_position(lane)]);
-        acc[m] = __fmaf_rn(w, __fmul_rn(q, args.act.scales[entry].x), acc[m]);
+        const uint8_t *chunk = args.act.chunk(args.first_token + m, block / kActBlocks);
+        const uint8_t *code =
+            chunk + act_code_offset(kActGroup, m, block % kActBlocks * kActBlock + lane, 0);
+        const int q = 8 * static_cast<int8_t>(code[0]) +
+                      static_cast<int8_t>(code[act_code_offset(kActGroup, 0, 0, 1)]);
+        const float scale = reinterpret_cast<const float *>(chunk + act_codes_bytes(kActGroup))[m];
+        acc[m] = __fmaf_rn(w, __fmul_rn(static_cast<float>(q), scale), acc[m]);
       }
     }
   }

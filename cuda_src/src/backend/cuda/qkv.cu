@@ -37,15 +37,10 @@ void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int lay
   const ModelDims &dims = weights.dims;
   const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
 
-  Product product = {};
-  product.matrix = &of.qkv;
-  product.act = &ws.act_hidden.view;
-  product.norm_in = &ws.hidden_norm;
-  product.num_tokens = ws.num_rows;
+  Product product = product_of(ws, of.qkv, ws.num_rows);
   product.out = ws.qkv.data<float>();
   product.out_stride = of.qkv.rows();
   product.bias = of.qkv_bias;
-  product.partials = ws.partials.data<float>();
   matmul(launch(), product);
 
   if (finishes_rows(ws, kv)) return;

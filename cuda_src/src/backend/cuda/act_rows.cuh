@@ -1,0 +1,142 @@
+// Rows between products (act_rows.h). A row is quantised by CTAs of 16 warps, a warp per chunk.
+#pragma once
+
+#include "backend/cuda/act_quant.cuh"
+
+namespace xllm {
+namespace cuda {
+
+constexpr int kActRowWarps = 16;
+constexpr int kActRowThreads = kActRowWarps * kWarp;
+
+// Sums of slices [num_slices][num_tokens][num_rows]; data null: none.
+struct PartialSums {
+  const float *data;
+  int num_slices, num_tokens, num_rows;
+  const float *bias;  // [num_rows], or null
+
+  // ((p_0 + p_1) + ...) + bias.
+  __device__ __forceinline__ float sum(int token, int row) const {
+    const int64_t stride = static_cast<int64_t>(num_tokens) * num_rows;
+    const float *p = data + static_cast<int64_t>(token) * num_rows + row;
+    float y = p[0];
+    for (int i = 1; i < num_slices; ++i) y = __fadd_rn(y, p[i * stride]);
+    return bias != nullptr ? __fadd_rn(y, bias[row]) : y;
+  }
+};
+
+struct ActRowsArgs {
+  ActRows rows;
+  float *x;  // rows.x, where partials are added to it
+  PartialSums partials;
+  ActView act;
+};
+
+// load_act_cols for rows of any length and alignment.
+__device__ __forceinline__ void load_any_cols(const float *row, int first, int num_cols, int lane,
+                                              float (&v)[kActLaneCols]) {
+#pragma unroll
+  for (int i = 0; i < kActLaneCols; ++i) {
+    const int col = first + lane * kActLaneCols + i;
+    v[i] = col < num_cols ? row[col] : 0.0f;
+  }
+}
+
+// Grid: x tokens, y groups of 16 * kPerWarp chunks, one under a norm. kPerWarp: chunks of a warp.
+template <int kPerWarp>
+__global__ void __launch_bounds__(kActRowThreads)
+    act_rows_kernel(const __grid_constant__ ActRowsArgs args) {
+  __shared__ float squares[kActRowWarps * kPerWarp];
+  const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
+  const int token = static_cast<int>(blockIdx.x), num_cols = args.rows.num_cols;
+  const int first = static_cast<int>(blockIdx.y) * kActRowWarps * kPerWarp;
+  const bool has_norm = args.rows.norm_weight != nullptr;
+  const bool is_aligned = num_cols % kActLaneCols == 0 && args.rows.stride % 4 == 0;
+  const auto load = [&](const float *row, int chunk, float (&v)[kActLaneCols]) {
+    if (is_aligned) {
+      load_act_cols(row, chunk * kActCols, num_cols, lane, v);
+    } else {
+      load_any_cols(row, chunk * kActCols, num_cols, lane, v);
+    }
+  };
+  float weight[kPerWarp][kActLaneCols], v[kPerWarp][kActLaneCols];
+  if (has_norm) {
+#pragma unroll
+    for (int i = 0; i < kPerWarp; ++i)
+      load(args.rows.norm_weight, first + warp + i * kActRowWarps, weight[i]);
+  }
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const float *row = args.rows.x + token * args.rows.stride;
+#pragma unroll
+  for (int i = 0; i < kPerWarp; ++i) load(row, first + warp + i * kActRowWarps, v[i]);
+  float d[kPerWarp];
+#pragma unroll
+  for (int i = 0; i < kPerWarp; ++i) {
+    const int chunk = first + warp + i * kActRowWarps;
+    if (chunk >= args.act.num_chunks) break;
+    if (args.partials.data != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kActLaneCols; ++k) {
+        const int col = chunk * kActCols + lane * kActLaneCols + k;
+        if (col >= num_cols) continue;
+        v[i][k] = __fadd_rn(v[i][k], args.partials.sum(token, col));
+        args.x[token * args.rows.stride + col] = v[i][k];
+      }
+    }
+    if (has_norm) {
+      const float sum = chunk_squares(v[i]);
+      if (lane == 0) squares[chunk] = sum;
+#pragma unroll
+      for (int k = 0; k < kActLaneCols; ++k) v[i][k] = __fmul_rn(v[i][k], weight[i][k]);
+    }
+    const ActLane q = quantize_chunk(v[i]);
+    uint8_t *to = args.act.chunk(token, chunk);
+    store_act_codes<kActGroup>(q, token % kActGroup, lane, to);
+    d[i] = q.d;
+    if (!has_norm && lane == 0) store_act_scale<kActGroup>(q.d, token % kActGroup, to);
+  }
+  if (!has_norm) return;
+  __syncthreads();
+  const float inverse = row_inverse(squares, args.act.num_chunks, num_cols, args.rows.eps);
+#pragma unroll
+  for (int i = 0; i < kPerWarp; ++i) {
+    const int chunk = first + warp + i * kActRowWarps;
+    if (chunk >= args.act.num_chunks || lane != 0) break;
+    store_act_scale<kActGroup>(__fmul_rn(d[i], inverse), token % kActGroup,
+                               args.act.chunk(token, chunk));
+  }
+}
+
+// out = or += the sums; one output per thread, grid: x rows / 256, y tokens.
+__global__ void __launch_bounds__(256)
+    add_partials_kernel(PartialSums partials, float *out, int64_t out_stride, bool is_added) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int row = static_cast<int>(blockIdx.x) * 256 + static_cast<int>(threadIdx.x);
+  const int token = static_cast<int>(blockIdx.y);
+  if (row >= partials.num_rows) return;
+  const float y = partials.sum(token, row);
+  float *to = out + token * out_stride + row;
+  *to = is_added ? __fadd_rn(*to, y) : y;
+}
+
+// For tests: act as f32 [num_tokens, num_cols]; grid: tokens.
+__global__ void __launch_bounds__(256) expand_acts_kernel(ActView act, int num_cols, float *out) {
+  wait_for_previous_kernel();
+  const int token = static_cast<int>(blockIdx.x), in_group = token % kActGroup;
+  for (int col = static_cast<int>(threadIdx.x); col < num_cols; col += 256) {
+    const uint8_t *chunk = act.chunk(token, col / kActCols);
+    const auto plane = [&](int which) {
+      return static_cast<int>(
+          static_cast<int8_t>(chunk[act_code_offset(kActGroup, in_group, col % kActCols, which)]));
+    };
+    const float scale =
+        reinterpret_cast<const float *>(chunk + act_codes_bytes(kActGroup))[in_group];
+    out[static_cast<int64_t>(token) * num_cols + col] =
+        __fmul_rn(static_cast<float>(8 * plane(0) + plane(1)), scale);
+  }
+}
+
+}  // namespace cuda
+}  // namespace xllm
