@@ -140,18 +140,16 @@ double graph_ms(cuda::CudaBackend *backend, const Issue &issue) {
   return static_cast<double>(times[times.size() / 2]);
 }
 
-// "STAGES:CTAS" (0: as usual), with "-" for launches that are not dependent and "n"
-// for norms of their own behind it.
+// "STAGES:CTAS" (0: as usual), with "-" behind it for launches that are not dependent.
 struct Variant {
   int stages = 0, ctas = 0;
-  bool is_dependent = true, defers = true;
+  bool is_dependent = true;
 };
 
 Variant parse_variant(const std::string &text) {
   Variant v;
   (void)std::sscanf(text.c_str(), "%d:%d", &v.stages, &v.ctas);
   v.is_dependent = text.find('-') == std::string::npos;
-  v.defers = text.find('n') == std::string::npos;
   return v;
 }
 
@@ -263,20 +261,42 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                  {"floor_ms", number(floor_ms)},
                  {"share", number(floor_ms / step_ms[true] * 100, "%.1f%%")},
                  {"device_share", number(floor_ms / device_ms * 100, "%.1f%%")}});
+    auto &ws = *engine.workspace;
+    const auto &w = *engine.weights;
+    // Stages by themselves, each with the input that the one before it would have left.
+    cuda::CudaWorkspace &state = cuda::as_cuda(ws);
+    const auto input_hidden = [&](const float *norm) {
+      state.set_input({state.x.data<float>(), shape.hidden, shape.hidden, norm, 1e-6f});
+    };
+    const auto run_qkv = [&](int i) {
+      input_hidden(state.weights->layers[i].attn_norm);
+      backend.qkv(ws, w, i, engine.kv, b);
+    };
+    const auto run_o = [&](int i) {
+      const int cols = shape.heads * shape.head_dim;
+      state.set_input({state.attention_out.data<float>(), cols, cols, nullptr, 0.0f});
+      backend.o_proj(ws, w, i, b);
+    };
+    const auto run_ffn = [&](int i) {
+      input_hidden(state.weights->layers[i].ffn_norm);
+      backend.ffn(ws, w, i, b);
+    };
+    const auto run_head = [&] {
+      input_hidden(state.weights->output_norm);
+      backend.head(ws, w, b);
+    };
     if (options.has_breakdown) {
-      auto &ws = *engine.workspace;
-      const auto &w = *engine.weights;
       const int layers = shape.layers;
       const auto each = [&](const auto &stage) {
         return graph_ms(&backend, [&] {
           for (int i = 0; i < layers; ++i) stage(i);
         });
       };
-      const double qkv = each([&](int i) { backend.qkv(ws, w, i, engine.kv, b); });
+      const double qkv = each(run_qkv);
       const double attention = each([&](int i) { backend.attention(ws, w, i, engine.kv, b); });
-      const double o = each([&](int i) { backend.o_proj(ws, w, i, b); });
-      const double ffn = each([&](int i) { backend.ffn(ws, w, i, b); });
-      const double head = graph_ms(&backend, [&] { backend.head(ws, w, b); });
+      const double o = each(run_o);
+      const double ffn = each(run_ffn);
+      const double head = graph_ms(&backend, run_head);
       const auto with_rate = [&](double stage_ms, double stage_bytes) {
         return number(stage_ms) + " (" + number(stage_bytes / stage_ms / 1e9, "%.2f") + " TB/s)";
       };
@@ -289,7 +309,7 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                    {"ffn_ms", with_rate(ffn, bytes.ffn)},
                    {"head_ms", with_rate(head, bytes.head)}});
     }
-    // What other shapes of the kernels' CTAs and rings do, and norms and launches of their own.
+    // What other shapes of the kernels' CTAs and rings do, and launches that are not dependent.
     const cuda::Device usual = backend.device();
     for (const std::string &text : options.variants) {
       const Variant v = parse_variant(text);
@@ -298,10 +318,8 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
       if (v.stages > 0) device.ring_stages = v.stages;
       if (v.ctas > 0) device.few_ctas = v.ctas;
       device.has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
-      backend.set_deferred_norms(v.defers);
-      auto &ws = *engine.workspace;
-      const auto &w = *engine.weights;
       const double step = graph_ms(&backend, [&] {
+        input_hidden(state.weights->layers[0].attn_norm);
         for (int i = 0; i < shape.layers; ++i) {
           backend.qkv(ws, w, i, engine.kv, b);
           backend.attention(ws, w, i, engine.kv, b);
@@ -321,13 +339,12 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                    {"bs", std::to_string(bs)},
                    {"variant", text},
                    {"layers_and_head_ms", number(step)},
-                   {"qkv_us", each_us([&](int i) { backend.qkv(ws, w, i, engine.kv, b); })},
-                   {"o_us", each_us([&](int i) { backend.o_proj(ws, w, i, b); })},
-                   {"ffn_us", each_us([&](int i) { backend.ffn(ws, w, i, b); })},
-                   {"head_us", number(1e3 * graph_ms(&backend, [&] { backend.head(ws, w, b); }))}});
+                   {"qkv_us", each_us(run_qkv)},
+                   {"o_us", each_us(run_o)},
+                   {"ffn_us", each_us(run_ffn)},
+                   {"head_us", number(1e3 * graph_ms(&backend, run_head))}});
     }
     backend.device() = usual;
-    backend.set_deferred_norms(true);
     for (TestSequence &s : seqs) engine.release(&s);
   }
 }

@@ -5,11 +5,11 @@
 #include <cstring>
 #include <memory>
 
-#include "backend/cuda/act_quant.cuh"
+#include "backend/cuda/act_rows.h"
 #include "backend/cuda/matmul.h"
 #include "backend/cuda/repack.h"
-#include "base/half.h"
 #include "device_array.h"
+#include "host_acts.h"
 #include "quant_blocks.h"
 #include "report.h"
 #include "test_device.h"
@@ -25,63 +25,24 @@ const DType kTypes[] = {DType::kQ4_0, DType::kQ4_1, DType::kQ5_0, DType::kQ5_1, 
                         DType::kQ4_K, DType::kQ5_K, DType::kQ6_K, DType::kQ3_K, DType::kIQ4_NL,
                         DType::kF16,  DType::kF32,  DType::kBF16};
 
-// Quantised activations made on the host, by the rule of act_quant.cuh.
+// Rows on the device, as they are and as the host quantises them.
 struct Acts {
-  std::vector<double> values;  // [tokens][cols], d * q
-  std::vector<int8_t> q;       // [tokens][cols]
-  std::vector<float> d, s;     // [tokens][cols / 32]
-  DeviceArray<int8_t> codes;
-  DeviceArray<float2> scales;
+  HostActs host;
+  DeviceArray<float> x;
+  DeviceArray<uint8_t> bytes;
   ActView view;
 };
 
-int position_in_block(int k) { return (k & 15) / 4 * 8 + k / 16 * 4 + (k & 3); }
+std::unique_ptr<Acts> acts_of(HostActs host) {
+  auto acts = std::unique_ptr<Acts>(
+      new Acts{HostActs(), DeviceArray<float>(host.x), DeviceArray<uint8_t>(host.bytes), {}});
+  acts->host = std::move(host);
+  acts->view = {acts->bytes.data(), acts->host.num_chunks};
+  return acts;
+}
 
 std::unique_ptr<Acts> random_acts(int tokens, int64_t cols, uint64_t seed) {
-  const int blocks = static_cast<int>((cols + 63) / 64 * 2);
-  const int padded = (tokens + 63) / 64 * 64;
-  std::vector<int8_t> codes(static_cast<size_t>(padded) * blocks * 32, 0);
-  std::vector<float2> scales(static_cast<size_t>(padded) * blocks, make_float2(0, 0));
-  std::vector<double> values(static_cast<size_t>(tokens) * cols);
-  std::vector<int8_t> qs(values.size());
-  std::vector<float> ds(values.size() / 32), sums(values.size() / 32);
-  Random random(seed);
-  for (int token = 0; token < tokens; ++token) {
-    for (int block = 0; block * 32 < cols; ++block) {
-      float x[32], largest = 0;
-      const double spread = std::exp(2 * random.normal());
-      for (float &v : x) {
-        v = static_cast<float>(random.normal() * spread);
-        largest = std::max(largest, std::fabs(v));
-      }
-      const float d = float_from_bits(float_bits(largest / 127.0f) & ~3u);
-      const float inverse = d > 0 ? 1.0f / d : 0.0f;
-      const size_t entry = (static_cast<size_t>(token / 8) * blocks + block) * 8 + token % 8;
-      int sum = 0;
-      for (int k = 0; k < 32; ++k) {
-        const int q =
-            std::max(-127, std::min(127, static_cast<int>(std::nearbyint(x[k] * inverse))));
-        sum += q;
-        codes[entry * 32 + position_in_block(k)] = static_cast<int8_t>(q);
-        const size_t at = static_cast<size_t>(token) * cols + block * 32 + k;
-        values[at] = static_cast<double>(d) * q;
-        qs[at] = static_cast<int8_t>(q);
-      }
-      scales[entry] = make_float2(d, d * static_cast<float>(sum));
-      const size_t at = static_cast<size_t>(token) * (cols / 32) + block;
-      ds[at] = scales[entry].x;
-      sums[at] = scales[entry].y;
-    }
-  }
-  auto acts = std::unique_ptr<Acts>(new Acts{std::move(values),
-                                             std::move(qs),
-                                             std::move(ds),
-                                             std::move(sums),
-                                             DeviceArray<int8_t>(codes),
-                                             DeviceArray<float2>(scales),
-                                             {}});
-  acts->view = {acts->codes.data(), acts->scales.data(), blocks};
-  return acts;
+  return acts_of(quantize_on_host(random_rows(tokens, cols, seed), tokens, cols));
 }
 
 struct OnDevice {
@@ -112,9 +73,14 @@ std::vector<double> reference_product(const MatrixView &w, const Acts &acts, int
   for (int64_t row = 0; row < w.rows; ++row) {
     const std::vector<double> values = dequantize_row(w, row);
     for (int m = 0; m < tokens; ++m) {
-      const double *x = acts.values.data() + static_cast<size_t>(m) * w.cols;
+      const int16_t *q = acts.host.q.data() + static_cast<int64_t>(m) * acts.host.num_chunks * 256;
       double sum = 0;
-      for (int64_t k = 0; k < w.cols; ++k) sum += values[k] * x[k];
+      for (int chunk = 0; chunk < acts.host.num_chunks; ++chunk) {
+        double part = 0;
+        for (int64_t k = chunk * 256; k < std::min<int64_t>(w.cols, chunk * 256 + 256); ++k)
+          part += values[k] * q[k];
+        sum += part * static_cast<double>(acts.host.scales[m * acts.host.num_chunks + chunk]);
+      }
       y[static_cast<size_t>(m) * w.rows + row] = sum;
     }
   }
@@ -140,30 +106,58 @@ double worst_error(const std::vector<float> &out, const std::vector<double> &ref
   return worst;
 }
 
-const int kTokenCounts[] = {1, 2, 3, 7, 8, 9, 16, 33, 64, 65, 130};
+const int kTokenCounts[] = {1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 130};
 constexpr int kMaxTokens = 130;
 
+// What a product is asked for beside its matrix and activations. norm_weight: of the rows that a
+// product takes as they are; acts then hold them under that norm.
+struct Asked {
+  const float *bias = nullptr;
+  cuda::Finish finish = cuda::Finish::kStore;
+  const std::vector<float> *start = nullptr;  // of the output
+  const float *norm_weight = nullptr;
+  float eps = 0;
+  bool leaves_partials = false;
+};
+
+// The outputs [tokens][rows], from poison or from `start`.
 std::vector<float> run(const cuda::Device &device, const FusedMatrix &matrix, const Acts &acts,
-                       int tokens, const float *bias, bool is_added,
-                       const std::vector<float> *start) {
-  const int64_t rows = matrix.rows();
+                       int tokens, const Asked &asked = Asked()) {
+  const int64_t rows = asked.finish == cuda::Finish::kSwiGlu ? matrix.rows() / 2 : matrix.rows();
   DeviceArray<float> out(static_cast<size_t>(tokens) * rows);
-  if (start != nullptr) {
-    cuda::check(cudaMemcpy(out.data(), start->data(), static_cast<size_t>(tokens) * rows * 4,
+  if (asked.start != nullptr) {
+    cuda::check(cudaMemcpy(out.data(), asked.start->data(), static_cast<size_t>(tokens) * rows * 4,
                            cudaMemcpyHostToDevice),
                 "copy");
   }
-  const DeviceArray<float> partials(std::max<size_t>(cuda::partial_floats(matrix, tokens), 1));
+  const DeviceArray<float> partials(
+      std::max<size_t>(cuda::partial_floats(matrix.rows(), matrix.cols(), tokens), 1));
   cuda::Product product = {};
   product.matrix = &matrix;
-  product.act = &acts.view;
+  if (cuda::takes_rows(device, matrix, tokens)) {
+    product.rows = {acts.x.data(), acts.host.cols, static_cast<int>(acts.host.cols),
+                    asked.norm_weight, asked.eps};
+  } else {
+    product.act = acts.view;
+  }
   product.num_tokens = tokens;
   product.out = out.data();
   product.out_stride = rows;
-  product.bias = bias;
-  product.is_added = is_added;
+  product.bias = asked.bias;
+  product.finish = asked.finish;
   product.partials = partials.data();
-  cuda::matmul({&device, test_stream()}, product);
+  const cuda::Launch launch = {&device, test_stream()};
+  if (asked.leaves_partials) {
+    // Bytes do not depend on who adds the slices up.
+    cuda::Partials left;
+    cuda::matmul(launch, product, &left);
+    if (left.data != nullptr) {
+      cuda::add_partials(launch, left, tokens, asked.bias, asked.finish == cuda::Finish::kAdd,
+                         out.data(), rows);
+    }
+  } else {
+    cuda::matmul(launch, product);
+  }
   return out.read();
 }
 
@@ -176,9 +170,10 @@ bool in_canonical_order(const MatrixView &w, const Acts &acts, const std::vector
   const std::vector<uint8_t> tiles = cuda::repack_on_host(w);
   for (const int64_t token : {0, 5, 129}) {
     for (int64_t row = 0; row < w.rows; ++row) {
-      const float y = cuda::product_on_host(
-          cuda::weight_type_of(w.dtype), tiles.data(), w.cols, row, acts.q.data() + token * w.cols,
-          acts.d.data() + token * (w.cols / 32), acts.s.data() + token * (w.cols / 32));
+      const float y =
+          cuda::product_on_host(cuda::weight_type_of(w.dtype), tiles.data(), w.cols, row,
+                                acts.host.q.data() + token * acts.host.num_chunks * 256,
+                                acts.host.scales.data() + token * acts.host.num_chunks);
       if (!same_bytes(&y, &out[static_cast<size_t>(token * w.rows + row)], 1)) return false;
     }
   }
@@ -234,19 +229,17 @@ void check_matmul(Report *report) {
       const std::vector<double> reference = reference_product(m.view, *acts, kMaxTokens);
       const std::string name = std::string("matmul ") + dtype_info(type).name + " " +
                                std::to_string(rows) + "x" + std::to_string(cols);
-      const std::vector<float> all =
-          run(device, matrix, *acts, kMaxTokens, nullptr, false, nullptr);
+      const std::vector<float> all = run(device, matrix, *acts, kMaxTokens);
       const double error = worst_error(all, reference, kMaxTokens, rows);
-      report->verdict(name + ": float64", error < 1e-5, "relative error " + number(error));
+      report->verdict(name + ": float64", error < 1e-6, "relative error " + number(error));
       if (!cuda::is_plain(on_device->matrix.type))
         report->verdict(name + ": canonical order", in_canonical_order(m.view, *acts, all), "");
       std::string differs, old_differs;
       for (const int tokens : kTokenCounts) {
-        const std::vector<float> some = run(device, matrix, *acts, tokens, nullptr, false, nullptr);
+        const std::vector<float> some = run(device, matrix, *acts, tokens);
         if (!same_bytes(some.data(), all.data(), some.size()))
           differs += " " + std::to_string(tokens);
-        const std::vector<float> old =
-            run(old_device, matrix, *acts, tokens, nullptr, false, nullptr);
+        const std::vector<float> old = run(old_device, matrix, *acts, tokens);
         if (!same_bytes(old.data(), all.data(), old.size()))
           old_differs += " " + std::to_string(tokens);
       }
@@ -292,16 +285,55 @@ void check_matmul(Report *report) {
       }
       const std::string name =
           has_plain ? "fused product with an f16 part" : "fused product q4_k|q5_0|q6_k";
-      const std::vector<float> all =
-          run(device, matrix, *acts, kMaxTokens, device_bias.data(), true, &start_values);
+      Asked asked;
+      asked.bias = device_bias.data();
+      asked.finish = cuda::Finish::kAdd;
+      asked.start = &start_values;
+      const std::vector<float> all = run(device, matrix, *acts, kMaxTokens, asked);
       report->verdict(name + ": float64", worst_error(all, reference, kMaxTokens, rows) < 1e-5,
                       "relative error " + number(worst_error(all, reference, kMaxTokens, rows)));
       std::string differs;
       for (const int tokens : kTokenCounts) {
         for (const cuda::Device *which :
              {&device, static_cast<const cuda::Device *>(&old_device)}) {
-          const std::vector<float> some =
-              run(*which, matrix, *acts, tokens, device_bias.data(), true, &start_values);
+          for (const bool leaves : {false, true}) {
+            asked.leaves_partials = leaves;
+            const std::vector<float> some = run(*which, matrix, *acts, tokens, asked);
+            if (!same_bytes(some.data(), all.data(), some.size()))
+              differs += " " + std::to_string(tokens);
+          }
+        }
+      }
+      report->verdict(name + ": bytes at every M", differs.empty(), differs);
+    }
+  }
+
+  // SwiGLU; row counts that do not fill tiles.
+  for (const DType type : {DType::kQ4_K, DType::kQ6_K, DType::kQ4_1, DType::kQ8_0}) {
+    const int64_t cols = 1024;
+    for (const int64_t inner : {288, 1000}) {
+      const HostMatrix gate = random_matrix(type, inner, cols, 0.05, 21),
+                       up = random_matrix(type, inner, cols, 0.05, 22);
+      const auto dg = upload(gate.view), du = upload(up.view);
+      FusedMatrix matrix;
+      matrix.parts = {dg->matrix, du->matrix};
+      const auto acts = random_acts(kMaxTokens, cols, 23);
+      std::vector<double> reference = reference_product(gate.view, *acts, kMaxTokens);
+      const std::vector<double> u = reference_product(up.view, *acts, kMaxTokens);
+      for (size_t i = 0; i < reference.size(); ++i)
+        reference[i] = reference[i] / (1 + std::exp(-reference[i])) * u[i];
+      Asked asked;
+      asked.finish = cuda::Finish::kSwiGlu;
+      const std::vector<float> all = run(device, matrix, *acts, kMaxTokens, asked);
+      const std::string name =
+          std::string("swiglu ") + dtype_info(type).name + " " + std::to_string(inner);
+      const double error = worst_error(all, reference, kMaxTokens, inner);
+      report->verdict(name + ": float64", error < 5e-6, "relative error " + number(error));
+      std::string differs;
+      for (const int tokens : kTokenCounts) {
+        for (const cuda::Device *which :
+             {&device, static_cast<const cuda::Device *>(&old_device)}) {
+          const std::vector<float> some = run(*which, matrix, *acts, tokens, asked);
           if (!same_bytes(some.data(), all.data(), some.size()))
             differs += " " + std::to_string(tokens);
         }
@@ -310,61 +342,119 @@ void check_matmul(Report *report) {
     }
   }
 
-  // SwiGLU with its quantiser.
-  for (const DType type : {DType::kQ4_K, DType::kQ6_K, DType::kQ4_1, DType::kQ8_0}) {
-    const int64_t cols = 1024, inner = 288;
-    const HostMatrix gate = random_matrix(type, inner, cols, 0.05, 21),
-                     up = random_matrix(type, inner, cols, 0.05, 22);
-    const auto dg = upload(gate.view), du = upload(up.view);
-    const auto acts = random_acts(kMaxTokens, cols, 23);
-    const std::vector<double> g = reference_product(gate.view, *acts, kMaxTokens),
-                              u = reference_product(up.view, *acts, kMaxTokens);
-    const int blocks = static_cast<int>((inner + 63) / 64 * 2);
-    const auto run_swiglu = [&](const cuda::Device &on, int tokens) {
-      DeviceArray<int8_t> codes(static_cast<size_t>(192) * blocks * 32);
-      DeviceArray<float2> scales(static_cast<size_t>(192) * blocks);
-      cuda::matmul_swiglu({&on, test_stream()}, dg->matrix, du->matrix, acts->view, nullptr, tokens,
-                          {codes.data(), scales.data(), blocks});
-      return std::make_pair(codes.read(), scales.read());
-    };
-    const auto all = run_swiglu(device, kMaxTokens);
-    double worst = 0;
-    for (int m = 0; m < kMaxTokens; ++m) {
-      for (int b = 0; b < inner / 32; ++b) {
-        const size_t entry = (static_cast<size_t>(m / 8) * blocks + b) * 8 + m % 8;
-        const double d = all.second[entry].x;
-        int sum = 0;
-        for (int k = 0; k < 32; ++k) {
-          const size_t i = static_cast<size_t>(m) * inner + b * 32 + k;
-          const double h = g[i] / (1 + std::exp(-g[i])) * u[i];
-          const int q = all.first[entry * 32 + position_in_block(k)];
-          sum += q;
-          const double off = std::fabs(q * d - h) / (d > 0 ? d : 1);
-          worst = off <= worst ? worst : off;
-          if (!(off == off)) worst = INFINITY;
-        }
-        if (std::fabs(all.second[entry].y - d * sum) > 1e-5 * std::fabs(d * 127)) worst = INFINITY;
+  // Rows under a norm: what a product quantises itself against what the host does.
+  for (const DType type : {DType::kQ4_K, DType::kQ8_0}) {
+    for (const int64_t cols : {1536, 4096, 5120}) {
+      const HostMatrix m = random_matrix(type, 96, cols, 0.02, 31);
+      const auto on_device = upload(m.view);
+      FusedMatrix matrix;
+      matrix.parts.push_back(on_device->matrix);
+      const HostMatrix weight = random_vector(cols, 1, 0.3, 32);
+      std::vector<float> weights(static_cast<size_t>(cols));
+      std::memcpy(weights.data(), weight.bytes.data(), weight.bytes.size());
+      const DeviceArray<float> device_weights(weights);
+      constexpr float kEps = 1e-5f;
+      const auto acts =
+          acts_of(quantize_on_host(random_rows(4, cols, 33), 4, cols, weights.data(), kEps));
+      Asked asked;
+      asked.norm_weight = device_weights.data();
+      asked.eps = kEps;
+      const std::vector<float> all = run(old_device, matrix, *acts, 4);
+      std::string differs;
+      for (const int tokens : {1, 2, 3, 4}) {
+        const std::vector<float> some = run(device, matrix, *acts, tokens, asked);
+        if (!same_bytes(some.data(), all.data(), some.size()))
+          differs += " " + std::to_string(tokens);
       }
+      report->verdict(std::string("norm before a product ") + dtype_info(type).name + " " +
+                          std::to_string(cols) + ": bytes at every M",
+                      differs.empty(), differs);
     }
-    const std::string name = std::string("swiglu ") + dtype_info(type).name;
-    report->verdict(name + ": float64", worst < 0.51,
-                    "largest distance " + number(worst) + " of a quantisation step");
-    std::string differs;
-    for (const int tokens : kTokenCounts) {
-      for (const cuda::Device *which : {&device, static_cast<const cuda::Device *>(&old_device)}) {
-        const auto some = run_swiglu(*which, tokens);
-        bool same = true;
-        for (int m = 0; m < tokens; ++m) {
-          for (int b = 0; b < inner / 32; ++b) {
-            const size_t entry = (static_cast<size_t>(m / 8) * blocks + b) * 8 + m % 8;
-            same = same && std::memcmp(&some.second[entry], &all.second[entry], 8) == 0 &&
-                   std::memcmp(&some.first[entry * 32], &all.first[entry * 32], 32) == 0;
+  }
+}
+
+void check_rows(Report *report) {
+  const cuda::Device device = test_device();
+  const cuda::Launch launch = {&device, test_stream()};
+  constexpr int kTokens = 13;
+  constexpr float kEps = 1e-6f;
+  for (const int64_t cols : {32, 250, 1536, 4096, 4128, 12288, 16384, 28672}) {
+    const HostMatrix weight = random_vector(cols, 1, 0.3, 41), bias = random_vector(cols, 0, 1, 42);
+    std::vector<float> weights(static_cast<size_t>(cols)), biases(static_cast<size_t>(cols));
+    std::memcpy(weights.data(), weight.bytes.data(), weight.bytes.size());
+    std::memcpy(biases.data(), bias.bytes.data(), bias.bytes.size());
+    const DeviceArray<float> device_weights(weights), device_bias(biases);
+    std::vector<float> x = random_rows(kTokens, cols, 43);
+    x[3] = 0;
+    for (int64_t i = 0; i < std::min<int64_t>(cols, 256); ++i) x[cols + i] = 0;  // a chunk of zeros
+    constexpr int kSlices = 3;
+    const std::vector<float> sums = random_rows(kTokens * kSlices, cols, 44);
+    const DeviceArray<float> device_sums(sums);
+    for (const bool has_norm : {false, true}) {
+      if (has_norm && cols > cuda::kMaxNormCols) continue;
+      for (const bool has_partials : {false, true}) {
+        std::vector<float> added = x;
+        for (size_t i = 0; i < added.size() && has_partials; ++i) {
+          const float y = (sums[i] + sums[added.size() + i]) + sums[2 * added.size() + i];
+          added[i] = added[i] + (y + biases[i % static_cast<size_t>(cols)]);
+        }
+        const HostActs expected =
+            quantize_on_host(added, kTokens, cols, has_norm ? weights.data() : nullptr, kEps);
+        const DeviceArray<float> device_x(x);
+        DeviceArray<uint8_t> bytes(expected.bytes.size());
+        bytes.zero();
+        const ActView view = {bytes.data(), expected.num_chunks};
+        const cuda::ActRows rows = {device_x.data(), cols, static_cast<int>(cols),
+                                    has_norm ? device_weights.data() : nullptr, kEps};
+        if (has_partials) {
+          cuda::add_and_quantize_rows(launch, {device_sums.data(), kSlices, static_cast<int>(cols)},
+                                      device_bias.data(), device_x.data(), rows, kTokens, view);
+        } else {
+          cuda::quantize_rows(launch, rows, kTokens, view);
+        }
+        const bool same = bytes.read() == expected.bytes && device_x.read() == added;
+        report->verdict("rows of " + std::to_string(cols) + (has_norm ? ", norm" : "") +
+                            (has_partials ? ", partial sums" : "") + ": GPU = host",
+                        same, "");
+        double worst = 0;
+        for (int m = 0; m < kTokens && !has_norm; ++m) {
+          for (int64_t k = 0; k < cols; ++k) {
+            const float scale =
+                expected.scales[static_cast<size_t>(m * expected.num_chunks + k / 256)];
+            const double off =
+                std::fabs(expected.value(m, k) - static_cast<double>(added[m * cols + k]));
+            if (scale > 0) worst = std::max(worst, off / static_cast<double>(scale));
           }
         }
-        if (!same) differs += " " + std::to_string(tokens);
+        report->verdict("rows of " + std::to_string(cols) + ": within half a step", worst < 0.501,
+                        number(worst));
+        std::vector<float> expanded(static_cast<size_t>(kTokens) * cols);
+        const DeviceArray<float> device_expanded(expanded);
+        cuda::expand_acts(launch, view, kTokens, static_cast<int>(cols), device_expanded.data());
+        expanded = device_expanded.read();
+        bool is_value = true;
+        for (size_t i = 0; i < expanded.size(); ++i) {
+          const auto n = static_cast<size_t>(cols);
+          is_value =
+              is_value && expanded[i] == static_cast<float>(expected.value(
+                                             static_cast<int>(i / n), static_cast<int64_t>(i % n)));
+        }
+        report->verdict("rows of " + std::to_string(cols) + ": expanded again", is_value, "");
       }
     }
-    report->verdict(name + ": bytes at every M", differs.empty(), differs);
+  }
+  // What is not finite is seen in every product of its chunk.
+  for (const float bad : {INFINITY, -INFINITY, NAN}) {
+    std::vector<float> x = random_rows(1, 512, 45);
+    x[300] = bad;
+    const DeviceArray<float> device_x(x);
+    DeviceArray<uint8_t> bytes(static_cast<size_t>(2 * cuda::kActChunkBytes));
+    bytes.zero();
+    cuda::quantize_rows(launch, {device_x.data(), 512, 512, nullptr, 0.0f}, 1, {bytes.data(), 2});
+    const std::vector<uint8_t> found = bytes.read();
+    float scale = 0;
+    std::memcpy(&scale, found.data() + cuda::kActChunkBytes + cuda::act_codes_bytes(8), 4);
+    report->verdict("a scale of what is not finite", !std::isfinite(scale), number(scale));
   }
 }
 

@@ -99,18 +99,25 @@ double relative(const Rows &out, const Rows &reference) {
   return r == r ? r : INFINITY;
 }
 
+// Activations are quantised by chunks of 256 columns in steps of the largest / 1016.
+constexpr int64_t kChunk = 256;
+double step_of(const double *x, int64_t count) {
+  double largest = 0;
+  for (int64_t k = 0; k < count; ++k) largest = std::max(largest, std::fabs(x[k]));
+  return largest / 1016;
+}
+
 // Largest distance of quantised activations from what they stand for, in quantisation steps of
-// their block.
+// their chunk.
 double quantisation_error(const Rows &act, const Rows &reference, int rows, int64_t cols) {
   double worst = 0;
   for (int m = 0; m < rows; ++m) {
-    for (int64_t b = 0; b < cols; b += 32) {
-      double largest = 0;
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k)
-        largest = std::max(largest, std::fabs(reference[m * cols + k]));
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k) {
-        const double off =
-            std::fabs(act[m * cols + k] - reference[m * cols + k]) / std::max(largest / 127, 1e-9);
+    for (int64_t first = 0; first < cols; first += kChunk) {
+      const double *x = reference.data() + m * cols + first;
+      const int64_t count = std::min(kChunk, cols - first);
+      const double step = std::max(step_of(x, count), 1e-9);
+      for (int64_t k = 0; k < count; ++k) {
+        const double off = std::fabs(act[m * cols + first + k] - x[k]) / step;
         worst = off <= worst ? worst : off;
         if (!(off == off)) return INFINITY;
       }
@@ -122,13 +129,11 @@ double quantisation_error(const Rows &act, const Rows &reference, int rows, int6
 Rows quantised(const Rows &x, int rows, int64_t cols) {
   Rows y(x.size());
   for (int m = 0; m < rows; ++m) {
-    for (int64_t b = 0; b < cols; b += 32) {
-      double largest = 0;
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k)
-        largest = std::max(largest, std::fabs(x[m * cols + k]));
-      const double d = largest / 127;
-      for (int64_t k = b; k < std::min(b + 32, cols); ++k)
-        y[m * cols + k] = d > 0 ? std::nearbyint(x[m * cols + k] / d) * d : 0;
+    for (int64_t first = 0; first < cols; first += kChunk) {
+      const int64_t count = std::min(kChunk, cols - first);
+      const double d = step_of(x.data() + m * cols + first, count);
+      for (int64_t k = m * cols + first; k < m * cols + first + count; ++k)
+        y[k] = d > 0 ? std::nearbyint(x[k] / d) * d : 0;
     }
   }
   return y;

@@ -1,4 +1,4 @@
-// cuda_backend_check [--parts repack,matmul,sample,graphs,stages,invariance,bandwidth,decode]
+// cuda_backend_check [--parts repack,rows,matmul,sample,graphs,stages,invariance,bandwidth,decode]
 // [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
 //                    [--steps N] [--context N] [--attention-stages N] [--quick]
 //                    [--no-breakdown] [--variants S:C,...]
@@ -27,7 +27,7 @@ std::vector<std::string> split(const std::string &text) {
 
 int main(int argc, char **argv) {
   using xllm::check::Report;
-  std::vector<std::string> parts = {"repack", "matmul",     "sample",    "graphs",
+  std::vector<std::string> parts = {"repack", "rows",       "matmul",    "sample", "graphs",
                                     "stages", "invariance", "bandwidth", "decode"};
   xllm::check::Options options;
   Report report;
@@ -70,6 +70,7 @@ int main(int argc, char **argv) {
     std::printf("---- %s\n", part.c_str());
     try {
       if (part == "repack") xllm::check::check_repack(&report);
+      if (part == "rows") xllm::check::check_rows(&report);
       if (part == "matmul") xllm::check::check_matmul(&report);
       if (part == "sample") xllm::check::check_sample(&report, options.is_quick);
       if (part == "graphs") xllm::check::check_graphs(&report);

@@ -84,10 +84,11 @@ struct Options {
   double read_bandwidth = 4.66e12;
   int attention_stages = 0;  // Device's, 0: as it finds best
   bool has_breakdown = true;
-  std::vector<std::string> variants = {"0", "0n", "0-"};  // bench_decode.cu
+  std::vector<std::string> variants = {"0", "0-"};  // bench_decode.cu
   bool is_quick = false;
 };
 void check_repack(Report *report);
+void check_rows(Report *report);
 void check_matmul(Report *report);
 // is_quick: one model and one step, for tools that slow the device down.
 void check_stages(Report *report, bool is_quick);
