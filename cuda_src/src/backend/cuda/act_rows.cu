@@ -63,10 +63,25 @@ void add_and_quantize_rows(const Launch &launch, const Partials &partials, const
   run_rows(launch, args, num_tokens);
 }
 
+void swiglu_rows(const Launch &launch, float *gate_up, int num_tokens, int num_cols) {
+  launch_kernel(launch, "swiglu_rows", swiglu_rows_kernel, dim3(static_cast<unsigned>(num_tokens)),
+                kCopyThreads, 0, gate_up, num_cols);
+}
+
+void gather_rows(const Launch &launch, const float *x, const int32_t *rows, int num_rows,
+                 int num_cols, float *out) {
+  launch_kernel(launch, "gather_rows", gather_rows_kernel, dim3(static_cast<unsigned>(num_rows)),
+                kCopyThreads, 0, x, rows, num_cols, out);
+}
+
 void expand_acts(const Launch &launch, const ActView &act, int num_tokens, int num_cols,
                  float *out) {
   launch_kernel(launch, "expand_acts", expand_acts_kernel, dim3(static_cast<unsigned>(num_tokens)),
-                256, 0, act, num_cols, out);
+                kCopyThreads, 0, act, num_cols, out);
+}
+
+cudaError_t kernel_attributes(cudaFuncAttributes *attributes) {
+  return cudaFuncGetAttributes(attributes, reinterpret_cast<const void *>(add_partials_kernel));
 }
 
 }  // namespace cuda

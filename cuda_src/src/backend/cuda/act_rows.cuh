@@ -121,11 +121,33 @@ __global__ void __launch_bounds__(256)
   *to = is_added ? __fadd_rn(*to, y) : y;
 }
 
+constexpr int kCopyThreads = 256;
+
+// gate = silu(gate) * up, in rows [num_tokens, 2 * num_cols] of gate, then up; grid: tokens.
+__global__ void __launch_bounds__(kCopyThreads) swiglu_rows_kernel(float *gate_up, int num_cols) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  float *row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * num_cols;
+  for (int i = static_cast<int>(threadIdx.x); i < num_cols; i += kCopyThreads)
+    row[i] = __fmul_rn(silu(row[i]), row[num_cols + i]);
+}
+
+// out[i] = x[rows[i]], rows of num_cols; grid: rows.
+__global__ void __launch_bounds__(kCopyThreads)
+    gather_rows_kernel(const float *x, const int32_t *rows, int num_cols, float *out) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const float *from = x + static_cast<int64_t>(rows[blockIdx.x]) * num_cols;
+  for (int i = static_cast<int>(threadIdx.x); i < num_cols; i += kCopyThreads)
+    out[static_cast<int64_t>(blockIdx.x) * num_cols + i] = from[i];
+}
+
 // For tests: act as f32 [num_tokens, num_cols]; grid: tokens.
-__global__ void __launch_bounds__(256) expand_acts_kernel(ActView act, int num_cols, float *out) {
+__global__ void __launch_bounds__(kCopyThreads)
+    expand_acts_kernel(ActView act, int num_cols, float *out) {
   wait_for_previous_kernel();
   const int token = static_cast<int>(blockIdx.x), in_group = token % kActGroup;
-  for (int col = static_cast<int>(threadIdx.x); col < num_cols; col += 256) {
+  for (int col = static_cast<int>(threadIdx.x); col < num_cols; col += kCopyThreads) {
     const uint8_t *chunk = act.chunk(token, col / kActCols);
     const auto plane = [&](int which) {
       return static_cast<int>(

@@ -23,9 +23,20 @@ void quantize_rows(const Launch &launch, const ActRows &rows, int num_tokens, co
 void add_and_quantize_rows(const Launch &launch, const Partials &partials, const float *bias,
                            float *x, const ActRows &rows, int num_tokens, const ActView &act);
 
+// gate = silu(gate) * up in rows [num_tokens, 2 * num_cols] of gate, then up.
+void swiglu_rows(const Launch &launch, float *gate_up, int num_tokens, int num_cols);
+
+// out[i] = x[rows[i]], [num_rows, num_cols].
+void gather_rows(const Launch &launch, const float *x, const int32_t *rows, int num_rows,
+                 int num_cols, float *out);
+
 // `act` as f32 [num_tokens, num_cols] again, for tests.
 void expand_acts(const Launch &launch, const ActView &act, int num_tokens, int num_cols,
                  float *out);
+
+// Of one kernel of this library, for what it says about all: what they were compiled for. The
+// error of a library without code for the device.
+cudaError_t kernel_attributes(cudaFuncAttributes *attributes);
 
 }  // namespace cuda
 }  // namespace xllm

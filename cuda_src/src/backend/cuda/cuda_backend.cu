@@ -5,7 +5,6 @@
 #include "backend/cuda/attention_splits.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_check.h"
-#include "backend/cuda/f32_rows.cuh"
 #include "backend/cuda/kv_pages.cuh"
 #include "base/error.h"
 
@@ -46,8 +45,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   device_.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
   device_.registers_per_sm = attribute(cudaDevAttrMaxRegistersPerMultiprocessor, index);
   cudaFuncAttributes compiled = {};
-  const cudaError_t found =
-      cudaFuncGetAttributes(&compiled, reinterpret_cast<const void *>(f32_gather_kernel));
+  const cudaError_t found = kernel_attributes(&compiled);
   if (found != cudaSuccess) {
     (void)cudaGetLastError();
     throw Error(Status::kDevice, "CUDA: this library was not compiled for compute capability " +

@@ -1,4 +1,4 @@
-// The per-slot form's work on rows, all in f32: embedding, norms, head norms and RoPE, SwiGLU. Kept
+// The per-slot form's work on rows, all in f32: embedding, norms, head norms and RoPE. Kept
 // plain: this form is the accuracy reference, one slot at a time.
 #pragma once
 
@@ -102,25 +102,6 @@ __global__ void __launch_bounds__(kF32Threads)
   for (int k = 0; k < kMaxHeadDim / kWarp; ++k) {
     if (lane + kWarp * k < dim) to[lane + kWarp * k] = v[k];
   }
-}
-
-// gate = silu(gate) * up, in rows [num_tokens, 2 * num_cols] of gate, then up; grid: tokens.
-__global__ void __launch_bounds__(kF32Threads) f32_swiglu_kernel(float *gate_up, int num_cols) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  float *row = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * num_cols;
-  for (int i = static_cast<int>(threadIdx.x); i < num_cols; i += kF32Threads)
-    row[i] = __fmul_rn(silu(row[i]), row[num_cols + i]);
-}
-
-// out[i] = x[rows[i]], rows of num_cols; grid: rows.
-__global__ void __launch_bounds__(kF32Threads)
-    f32_gather_kernel(const float *x, const int32_t *rows, int num_cols, float *out) {
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  const float *from = x + static_cast<int64_t>(rows[blockIdx.x]) * num_cols;
-  for (int i = static_cast<int>(threadIdx.x); i < num_cols; i += kF32Threads)
-    out[static_cast<int64_t>(blockIdx.x) * num_cols + i] = from[i];
 }
 
 }  // namespace cuda

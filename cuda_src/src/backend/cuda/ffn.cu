@@ -1,7 +1,6 @@
 // h = silu(act * Wg) * (act * Wu); x += Q(h) * Wd.
+#include "backend/cuda/act_rows.h"
 #include "backend/cuda/cuda_backend.h"
-#include "backend/cuda/f32_rows.cuh"
-#include "backend/cuda/repack.h"
 
 namespace xllm::cuda {
 
@@ -20,11 +19,7 @@ void CudaBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int lay
   product.out_stride = (is_fused ? 1 : 2) * int64_t{dims.intermediate_size};
   product.finish = is_fused ? Finish::kSwiGlu : Finish::kStore;
   matmul(launch(), product);
-  if (!is_fused) {
-    launch_kernel(launch(), "f32_swiglu", f32_swiglu_kernel,
-                  dim3(static_cast<unsigned>(ws.num_rows)), kF32Threads, 0, product.out,
-                  dims.intermediate_size);
-  }
+  if (!is_fused) swiglu_rows(launch(), product.out, ws.num_rows, dims.intermediate_size);
   ws.set_input({product.out, product.out_stride, dims.intermediate_size, nullptr, 0.0f});
   add_product(ws, of.down, nullptr,
               index + 1 < weights.layers.size() ? weights.layers[index + 1].attn_norm

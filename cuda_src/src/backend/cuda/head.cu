@@ -1,6 +1,6 @@
 // logits = act * Wh of the rows that want them.
+#include "backend/cuda/act_rows.h"
 #include "backend/cuda/cuda_backend.h"
-#include "backend/cuda/f32_rows.cuh"
 
 namespace xllm::cuda {
 
@@ -14,10 +14,7 @@ void CudaBackend::head(Workspace &ws_base, const WeightSet &weights_base,
   if (!ws.is_identity) {
     const int hidden = weights.dims.hidden_size;
     float *rows = ws.head_rows.data<float>();
-    launch_kernel(launch(), "f32_gather", f32_gather_kernel,
-                  dim3(static_cast<unsigned>(ws.num_logits)), kF32Threads, 0,
-                  static_cast<const float *>(ws.x.data<float>()),
-                  static_cast<const int32_t *>(ws.batch.logit_rows), hidden, rows);
+    gather_rows(launch(), ws.x.data<float>(), ws.batch.logit_rows, ws.num_logits, hidden, rows);
     ActRows input = hidden_rows(ws, weights.output_norm);
     input.x = rows;
     ws.set_input(input);

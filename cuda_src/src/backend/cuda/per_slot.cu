@@ -1,5 +1,6 @@
 // The stages in the per-slot form: f32 weights, activations and cache, products by cuBLAS. As the
 // other form's files of the stages' names, without graphs and without fusing anything.
+#include "backend/cuda/act_rows.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/f32_attention.cuh"
 #include "backend/cuda/f32_rows.cuh"
@@ -99,8 +100,7 @@ void CudaBackend::f32_ffn(CudaWorkspace &ws, const CudaWeights &weights, int lay
   float *gate_up = ws.ffn.data<float>();
   multiply(ws.f32, of.gate_up, ws.f32.act.data<float>(), dims.hidden_size, ws.num_rows, gate_up,
            false);
-  launch_kernel(launch(), "f32_swiglu", f32_swiglu_kernel, grid_of(ws.num_rows), kF32Threads, 0,
-                gate_up, dims.intermediate_size);
+  swiglu_rows(launch(), gate_up, ws.num_rows, dims.intermediate_size);
   multiply(ws.f32, of.down, gate_up, 2 * int64_t{dims.intermediate_size}, ws.num_rows,
            ws.x.data<float>(), true);
   f32_normalize(ws, nullptr,
@@ -112,9 +112,7 @@ void CudaBackend::f32_head(CudaWorkspace &ws, const CudaWeights &weights) {
   if (ws.num_logits == 0) return;
   const int hidden = weights.dims.hidden_size;
   float *rows = ws.head_rows.data<float>();
-  launch_kernel(launch(), "f32_gather", f32_gather_kernel, grid_of(ws.num_logits), kF32Threads, 0,
-                static_cast<const float *>(ws.f32.act.data<float>()),
-                static_cast<const int32_t *>(ws.batch.logit_rows), hidden, rows);
+  gather_rows(launch(), ws.f32.act.data<float>(), ws.batch.logit_rows, ws.num_logits, hidden, rows);
   multiply(ws.f32, weights.head, rows, hidden, ws.num_logits, ws.logits.data<float>(), false);
 }
 
