@@ -1,0 +1,405 @@
+// One chunk of 256 columns of 16-row tiles times 8 tokens and more: the arithmetic of mma_tile.cuh.
+//
+// q = 8 hi + lo, so with the codes c of a block as one operand and 8 c as another two mmas into the
+// same registers give sum(c q). K-quants then need one integer multiply-add per block and output;
+// the float steps come once per chunk. What fits int8 decides how the operands look:
+//   q4_k   low nibbles c and 8 c; high nibbles where they stand, 16 c and 2 c, which makes it twice
+//          the sum: the even blocks' scales are doubled, d is halved
+//   q6_k   4 c twice and c; each half block by itself
+//   q8_0   two sets of registers, 8 of one and one of the other
+// The sums with the minima of q4_k and q5_k are mmas as well: the int16 sums of the blocks are
+// taken as they lie, their low and their high bytes by an operand each that is zero at the others.
+#pragma once
+
+#include "backend/cuda/act_format.cuh"
+#include "backend/cuda/planes.cuh"
+
+namespace xllm {
+namespace cuda {
+
+// d = a * b + c over 16 of the k, a u8; b u8 or s8.
+__device__ __forceinline__ void mma_u8_u8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, "
+      "%7, %7};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(0));
+#endif
+}
+__device__ __forceinline__ void mma_u8_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, "
+      "%7, %7};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0), "r"(0));
+#endif
+}
+
+// word << 3, out of sight of the compiler: it would shift first and mask again.
+__device__ __forceinline__ uint32_t times_eight(uint32_t word) {
+  uint32_t v;
+  asm("shl.b32 %0, %1, 3;" : "=r"(v) : "r"(word));
+  return v;
+}
+
+// How the operands of the two planes are made.
+template <int kType>
+struct TileCodes {
+  static constexpr bool kIsUnsigned = WeightTile<kType>::kHasMin;
+  static constexpr bool kTwoSets = kType == kWeightQ8_0;
+  static constexpr int kOffset = WeightTile<kType>::kOffset;
+
+  // Of both blocks of unit u: the operand of hi and that of lo, [step][register].
+  static __device__ __forceinline__ void load(const uint8_t *chunk, int u, int lane,
+                                              uint32_t (&hi)[2][4], uint32_t (&lo)[2][4]) {
+    using Tile = WeightTile<kType>;
+    const uint8_t *base = Tile::kKQuant ? chunk : chunk + u * Tile::kUnitBytes;
+    const int within = Tile::kKQuant ? u : 0;
+    if constexpr (kType == kWeightQ6_K) {
+      Tile::load_codes(chunk, u, lane, hi);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)  // bytes shifted right by two, their signs kept
+          lo[step][i] =
+              ((((hi[step][i] >> 2) & 0x3f3f3f3fu) ^ 0x20202020u) + 0x60606060u) ^ 0x80808080u;
+      }
+    } else if constexpr (kType == kWeightQ8_0) {
+      Tile::load_codes(chunk, u, lane, lo);
+    } else {
+      const uint4 v = *reinterpret_cast<const uint4 *>(base + within * 512 + lane * 16);
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      constexpr bool kHasFifth =
+          kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K;
+      uint32_t fifth = 0;
+      if constexpr (kHasFifth)
+        fifth =
+            *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
+#pragma unroll
+      for (int reg = 0; reg < 4; ++reg) {
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          if (kType == kWeightQ4_K && step == 1) {
+            hi[1][reg] = words[reg] & 0xf0f0f0f0u;
+            lo[1][reg] = hi[1][reg] >> 3;
+            continue;
+          }
+          uint32_t codes = (words[reg] >> (4 * step)) & 0x0f0f0f0fu;
+          if constexpr (kHasFifth) {
+            const int bit = 4 * step + reg;  // to bit 4
+            codes |= (bit <= 4 ? fifth << (4 - bit) : fifth >> (bit - 4)) & 0x10101010u;
+          }
+          lo[step][reg] = less_offset<kOffset>(codes);
+          hi[step][reg] = less_offset<8 * kOffset>(times_eight(codes));
+        }
+      }
+    }
+  }
+
+  // Sums of c q over a block, of the rows of the lane and its two tokens; for q4_k and step 1 twice
+  // that. b: of hi, of lo.
+  static __device__ __forceinline__ void multiply(const uint32_t (&hi)[4], const uint32_t (&lo)[4],
+                                                  const uint32_t (&b)[4], int (&dot)[4]) {
+    constexpr int kZero[4] = {0, 0, 0, 0};
+    if constexpr (kTwoSets) {
+      int high[4];
+      mma_s8_k32(high, lo, b[0], b[1], kZero);
+      mma_s8_k32(dot, lo, b[2], b[3], kZero);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) dot[i] += 8 * high[i];
+    } else if constexpr (kIsUnsigned) {
+      mma_u8_k32(dot, hi, b[0], b[1], kZero);
+      mma_u8_k32(dot, lo, b[2], b[3]);
+    } else {
+      mma_s8_k32(dot, hi, b[0], b[1], kZero);
+      mma_s8_k32(dot, lo, b[2], b[3]);
+    }
+  }
+
+  // q6_k: the same over half h of a block.
+  static __device__ __forceinline__ void multiply_half(int h, const uint32_t (&hi)[4],
+                                                       const uint32_t (&lo)[4],
+                                                       const uint32_t (&b)[4], int (&dot)[4]) {
+    constexpr int kZero[4] = {0, 0, 0, 0};
+    mma_s8_k16(dot, hi[2 * h], hi[2 * h + 1], b[h], kZero);
+    mma_s8_k16(dot, hi[2 * h], hi[2 * h + 1], b[h]);
+    mma_s8_k16(dot, lo[2 * h], lo[2 * h + 1], b[2 + h]);
+  }
+};
+
+template <int kIndex>
+__device__ __forceinline__ int unsigned_byte(uint32_t word) {
+  return static_cast<int>(__byte_perm(word, 0, 0x4440 + kIndex));
+}
+template <int kIndex>
+__device__ __forceinline__ int signed_byte(uint32_t word) {
+  constexpr uint32_t kSign = 8 + kIndex;
+  int v;  // the intrinsic takes no signs
+  asm("prmt.b32 %0, %1, %2, %3;"
+      : "=r"(v)
+      : "r"(word), "r"(0), "n"(kSign << 12 | kSign << 8 | kSign << 4 | kIndex));
+  return v;
+}
+// After inlining and unrolling `index` is a constant.
+__device__ __forceinline__ int unsigned_byte(uint32_t word, int index) {
+  return index == 0   ? unsigned_byte<0>(word)
+         : index == 1 ? unsigned_byte<1>(word)
+         : index == 2 ? unsigned_byte<2>(word)
+                      : unsigned_byte<3>(word);
+}
+__device__ __forceinline__ int signed_byte(uint32_t word, int index) {
+  return index == 0   ? signed_byte<0>(word)
+         : index == 1 ? signed_byte<1>(word)
+         : index == 2 ? signed_byte<2>(word)
+                      : signed_byte<3>(word);
+}
+
+// The activations of a chunk of kGroups groups of 8 tokens, in shared memory.
+struct TileActs {
+  const uint8_t *base;
+
+  // Where lane reads in a block: its four matrices come as {hi, hi of half 1, lo, lo of half 1}, so
+  // that an operand's two registers are neighbours.
+  static __device__ __forceinline__ int lane_offset(int lane) {
+    return ((lane >> 3 & 1) * 2 + (lane >> 4)) * 128 + (lane & 7) * 16;
+  }
+  // Block `block` of group n: the b registers of hi, of lo. `offset` is lane_offset.
+  __device__ __forceinline__ void load_block(int n, int block, int offset, uint32_t (&b)[4]) const {
+    load_matrices(b, base + n * kActChunkBytes + block * (kActTokenBytes * kActGroup) + offset);
+  }
+  // Of tokens 2t and 2t + 1 of group n.
+  __device__ __forceinline__ float2 scales(int n, int t) const {
+    return *reinterpret_cast<const float2 *>(base + n * kActChunkBytes +
+                                             act_codes_bytes(kActGroup) + t * 8);
+  }
+  // Sums of blocks 2t and 2t + 1 of token g.
+  __device__ __forceinline__ uint32_t sums(int n, int g, int t) const {
+    return *reinterpret_cast<const uint32_t *>(base + n * kActChunkBytes +
+                                               act_sums_offset(kActGroup) + g * 16 + t * 4);
+  }
+  __device__ __forceinline__ float sum(int n, int token, int block) const {
+    return static_cast<float>(*reinterpret_cast<const int16_t *>(
+        base + n * kActChunkBytes + act_sums_offset(kActGroup) + token * 16 + block * 2));
+  }
+};
+
+// q4_k and q5_k.
+template <int kType, int kRowTiles, int kGroups>
+__device__ __forceinline__ void scaled_chunk(const uint8_t *const (&tiles)[kRowTiles],
+                                             const TileActs &acts, int lane,
+                                             float (&acc)[kRowTiles][kGroups][4]) {
+  using Codes = TileCodes<kType>;
+  constexpr bool kIsDoubled = kType == kWeightQ4_K;
+  const int g = lane >> 2, t = lane & 3, offset = TileActs::lane_offset(lane);
+  int total[kRowTiles][kGroups][4];
+  uint32_t scales[kRowTiles][2][2];  // [r8][block / 4]
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint4 w =
+          *reinterpret_cast<const uint4 *>(tiles[i] + row_fields_offset(kType, g, r));
+      scales[i][r][0] = w.y & 0x3f3f3f3fu;
+      scales[i][r][1] = w.z & 0x3f3f3f3fu;
+      if (kIsDoubled) {
+        scales[i][r][0] += w.y & 0x003f003fu;
+        scales[i][r][1] += w.z & 0x003f003fu;
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    uint32_t hi[kRowTiles][2][4], lo[kRowTiles][2][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) Codes::load(tiles[i], u, lane, hi[i], lo[i]);
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const int block = 2 * u + step;
+      int factor[kRowTiles][2];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          factor[i][r] = unsigned_byte(scales[i][r][block >> 2], block & 3);
+      }
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        uint32_t b[4];
+        acts.load_block(n, block, offset, b);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          int dot[4];
+          Codes::multiply(hi[i][step], lo[i][step], b, dot);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            total[i][n][j] = block == 0 ? factor[i][j >> 1] * dot[j]
+                                        : factor[i][j >> 1] * dot[j] + total[i][n][j];
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+    float d[2], dmin[2];
+    uint32_t minima[2];  // of blocks 2t and 2t + 1, each before a zero byte
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const RowFields f = unpack_fields(
+          *reinterpret_cast<const uint4 *>(tiles[i] + row_fields_offset(kType, g, r)));
+      d[r] = kIsDoubled ? __fmul_rn(0.5f, f.d) : f.d;
+      dmin[r] = -f.dmin;
+      minima[r] = __byte_perm((t & 2) == 0 ? f.minima[0] : f.minima[1], 0,
+                              (t & 1) == 0 ? 0x4140 : 0x4342);
+    }
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const uint32_t sums = acts.sums(n, g, t);
+      int low[4], high[4];
+      mma_u8_u8_k16(low, minima[0], minima[1], sums);
+      mma_u8_s8_k16(high, minima[0] << 8, minima[1] << 8, sums);
+      const float2 dx = acts.scales(n, t);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float least = __int2float_rn(256 * high[j] + low[j]);
+        const float p = __fmaf_rn(d[j >> 1], __int2float_rn(total[i][n][j]),
+                                  __fmul_rn(dmin[j >> 1], least));
+        acc[i][n][j] = __fmaf_rn((j & 1) == 0 ? dx.x : dx.y, p, acc[i][n][j]);
+      }
+    }
+  }
+}
+
+// q6_k.
+template <int kRowTiles, int kGroups>
+__device__ __forceinline__ void half_scaled_chunk(const uint8_t *const (&tiles)[kRowTiles],
+                                                  const TileActs &acts, int lane,
+                                                  float (&acc)[kRowTiles][kGroups][4]) {
+  constexpr int kType = kWeightQ6_K;
+  using Codes = TileCodes<kType>;
+  const int g = lane >> 2, t = lane & 3, offset = TileActs::lane_offset(lane);
+  int total[kRowTiles][kGroups][4];
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    uint32_t hi[kRowTiles][2][4], lo[kRowTiles][2][4], scales[kRowTiles][2];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      Codes::load(tiles[i], u, lane, hi[i], lo[i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        scales[i][r] = *reinterpret_cast<const uint32_t *>(
+            tiles[i] + row_fields_offset(kType, g, r) + 4 * u);
+    }
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        uint32_t b[4];
+        acts.load_block(n, 2 * u + step, offset, b);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            int dot[4];
+            Codes::multiply_half(h, hi[i][step], lo[i][step], b, dot);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const int factor = signed_byte(scales[i][j >> 1], 2 * step + h);
+              total[i][n][j] = u + step + h == 0 ? factor * dot[j]
+                                                 : factor * dot[j] + total[i][n][j];
+            }
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+    const uint32_t both =
+        *reinterpret_cast<const uint32_t *>(tiles[i] + kQ6SuperScaleOffset + g * 4);
+    const float d[2] = {half_bits_to_float(both), half_bits_to_float(both >> 16)};
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+      const float2 dx = acts.scales(n, t);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        acc[i][n][j] =
+            __fmaf_rn((j & 1) == 0 ? dx.x : dx.y,
+                      __fmul_rn(d[j >> 1], __int2float_rn(total[i][n][j])), acc[i][n][j]);
+      }
+    }
+  }
+}
+
+// The types with a d per block; num_units of the chunk exist.
+template <int kType, int kRowTiles, int kGroups>
+__device__ __forceinline__ void blockwise_chunk(const uint8_t *const (&tiles)[kRowTiles],
+                                                const TileActs &acts, int num_units, int lane,
+                                                float (&acc)[kRowTiles][kGroups][4]) {
+  using Codes = TileCodes<kType>;
+  using Tile = WeightTile<kType>;
+  const int g = lane >> 2, t = lane & 3, offset = TileActs::lane_offset(lane);
+  float p[kRowTiles][kGroups][4] = {};
+#pragma unroll 1
+  for (int u = 0; u < num_units; ++u) {
+    uint32_t hi[kRowTiles][2][4], lo[kRowTiles][2][4];
+    typename Tile::BlockScales scales[kRowTiles];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      Codes::load(tiles[i], u, lane, hi[i], lo[i]);
+      scales[i] = Tile::load_scales(tiles[i], u, g);
+    }
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        uint32_t b[4];
+        acts.load_block(n, 2 * u + step, offset, b);
+        float s[2];
+        if (Tile::kHasMin) {
+          s[0] = acts.sum(n, 2 * t, 2 * u + step);
+          s[1] = acts.sum(n, 2 * t + 1, 2 * u + step);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          int dot[4];
+          Codes::multiply(hi[i][step], lo[i][step], b, dot);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            p[i][n][j] =
+                __fmaf_rn(scales[i].d[step][j >> 1], __int2float_rn(dot[j]), p[i][n][j]);
+            if (Tile::kHasMin)
+              p[i][n][j] = __fmaf_rn(scales[i].m[step][j >> 1], s[j & 1], p[i][n][j]);
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    const float2 dx = acts.scales(n, t);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        acc[i][n][j] = __fmaf_rn((j & 1) == 0 ? dx.x : dx.y, p[i][n][j], acc[i][n][j]);
+    }
+  }
+}
+
+// acc = fma(dx, p, acc) for one chunk of kRowTiles tiles of one type and kGroups groups of tokens.
+template <int kType, int kRowTiles, int kGroups>
+__device__ __forceinline__ void tile_chunk(const uint8_t *const (&tiles)[kRowTiles],
+                                           const TileActs &acts, int num_units, int lane,
+                                           float (&acc)[kRowTiles][kGroups][4]) {
+  if constexpr (kType == kWeightQ4_K || kType == kWeightQ5_K) {
+    scaled_chunk<kType, kRowTiles, kGroups>(tiles, acts, lane, acc);
+  } else if constexpr (kType == kWeightQ6_K) {
+    half_scaled_chunk<kRowTiles, kGroups>(tiles, acts, lane, acc);
+  } else {
+    blockwise_chunk<kType, kRowTiles, kGroups>(tiles, acts, num_units, lane, acc);
+  }
+}
+
+}  // namespace cuda
+}  // namespace xllm
