@@ -17,11 +17,28 @@ struct PartialSums {
 
   // ((p_0 + p_1) + ...) + bias.
   __device__ __forceinline__ float sum(int token, int row) const {
-    const int64_t stride = static_cast<int64_t>(num_tokens) * num_rows;
     const float *p = data + static_cast<int64_t>(token) * num_rows + row;
     float y = p[0];
-    for (int i = 1; i < num_slices; ++i) y = __fadd_rn(y, p[i * stride]);
+    for (int i = 1; i < num_slices; ++i) y = __fadd_rn(y, p[i * slice_stride()]);
     return bias != nullptr ? __fadd_rn(y, bias[row]) : y;
+  }
+
+  // The same of rows `row` to row + 3, a multiple of 4, as num_rows is.
+  __device__ __forceinline__ float4 sum4(int token, int row) const {
+    const float *p = data + static_cast<int64_t>(token) * num_rows + row;
+    float4 y = *reinterpret_cast<const float4 *>(p);
+#pragma unroll 8
+    for (int i = 1; i < num_slices; ++i)
+      y = plus(y, *reinterpret_cast<const float4 *>(p + i * slice_stride()));
+    return bias != nullptr ? plus(y, *reinterpret_cast<const float4 *>(bias + row)) : y;
+  }
+
+  __device__ __forceinline__ int64_t slice_stride() const {
+    return static_cast<int64_t>(num_tokens) * num_rows;
+  }
+  static __device__ __forceinline__ float4 plus(const float4 &a, const float4 &b) {
+    return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z),
+                       __fadd_rn(a.w, b.w));
   }
 };
 
@@ -76,12 +93,26 @@ __global__ void __launch_bounds__(kActRowThreads)
     const int chunk = first + warp + i * kActRowWarps;
     if (chunk >= args.act.num_chunks) break;
     if (args.partials.data != nullptr) {
+      const int col = chunk * kActCols + lane * kActLaneCols;
+      float *x = args.x + token * args.rows.stride + col;
+      if (is_aligned && col < num_cols) {
 #pragma unroll
-      for (int k = 0; k < kActLaneCols; ++k) {
-        const int col = chunk * kActCols + lane * kActLaneCols + k;
-        if (col >= num_cols) continue;
-        v[i][k] = __fadd_rn(v[i][k], args.partials.sum(token, col));
-        args.x[token * args.rows.stride + col] = v[i][k];
+        for (int k = 0; k < kActLaneCols; k += 4) {
+          float4 y = make_float4(v[i][k], v[i][k + 1], v[i][k + 2], v[i][k + 3]);
+          y = PartialSums::plus(y, args.partials.sum4(token, col + k));
+          *reinterpret_cast<float4 *>(x + k) = y;
+          v[i][k] = y.x;
+          v[i][k + 1] = y.y;
+          v[i][k + 2] = y.z;
+          v[i][k + 3] = y.w;
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < kActLaneCols; ++k) {
+          if (col + k >= num_cols) continue;
+          v[i][k] = __fadd_rn(v[i][k], args.partials.sum(token, col + k));
+          x[k] = v[i][k];
+        }
       }
     }
     if (has_norm) {
