@@ -125,11 +125,8 @@ std::vector<float> run(const cuda::Device &device, const FusedMatrix &matrix, co
                        int tokens, const Asked &asked = Asked()) {
   const int64_t rows = asked.finish == cuda::Finish::kSwiGlu ? matrix.rows() / 2 : matrix.rows();
   DeviceArray<float> out(static_cast<size_t>(tokens) * rows);
-  if (asked.start != nullptr) {
-    cuda::check(cudaMemcpy(out.data(), asked.start->data(), static_cast<size_t>(tokens) * rows * 4,
-                           cudaMemcpyHostToDevice),
-                "copy");
-  }
+  if (asked.start != nullptr)
+    out.fill(std::vector<float>(asked.start->begin(), asked.start->begin() + tokens * rows));
   const DeviceArray<float> partials(
       std::max<size_t>(cuda::partial_floats(matrix.rows(), matrix.cols(), tokens), 1));
   cuda::Product product = {};

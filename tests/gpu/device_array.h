@@ -19,13 +19,19 @@ class DeviceArray {
     poison();
   }
   explicit DeviceArray(const std::vector<T> &values) : DeviceArray(values.size()) {
-    cuda::check(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice),
-                "copy to the device");
+    fill(values);
   }
   DeviceArray(const DeviceArray &) = delete;
   DeviceArray &operator=(const DeviceArray &) = delete;
   ~DeviceArray() { (void)cudaFree(data_); }
 
+  // note: waits, because a copy from pageable memory may return before it has arrived, and the
+  // checks' stream waits for no other.
+  void fill(const std::vector<T> &values) {
+    cuda::check(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+                "copy to the device");
+    cuda::check(cudaDeviceSynchronize(), "copy to the device");
+  }
   void poison() {
     cuda::check(cudaMemset(data_, 0xff, count_ * sizeof(T)), "poison");
     cuda::check(cudaDeviceSynchronize(), "poison");

@@ -11,7 +11,7 @@ namespace cuda {
 namespace {
 
 // Above this, staging costs a product of few tokens more than a kernel before it.
-constexpr int64_t kMaxStagedElements = 16384;
+constexpr int64_t kMaxStagedElements = 0;  // 16384 when mma_few is there
 // Wider matrices have rows enough for every SM, and are never cut into slices.
 constexpr int64_t kMaxPartialRows = 16384;
 
