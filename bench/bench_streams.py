@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 
@@ -105,7 +105,7 @@ def in_process(engine: Engine, num_streams: int, max_tokens: int) -> list[Arriva
 
 async def _read(endpoint: str, ids: Sequence[int], max_tokens: int) -> list[Arrivals]:
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        stub: Any = pb_grpc.GenerationServiceStub(channel)
+        stub: Any = pb_grpc.GenerationServiceStub(cast(Any, channel))
 
         async def one(stream: int) -> Arrivals:
             spec = pb.GenerationSpec()
