@@ -8,6 +8,11 @@
 #include <string>
 #include <vector>
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "backend/cpu/activations.h"
 #include "backend/cpu/choose_kernels.h"
 #include "backend/cpu/dequant.h"
@@ -682,6 +687,44 @@ TEST(AttentionTest, MergedPartsAreTheSoftmaxOfTheirUnion) {
 }
 
 // ---- choosing ----
+
+// Sets of this machine's kind, the best one first, and whether the CPU has what they need.
+struct KnownSet {
+  const char *name;
+  bool is_there;
+};
+std::vector<KnownSet> known_sets() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return {{"avx512", __builtin_cpu_supports("avx512vnni") != 0},
+          {"avx2", __builtin_cpu_supports("avx2") != 0}};
+#elif defined(__aarch64__)
+  return {{"neon", (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0}};
+#else
+  return {};
+#endif
+}
+
+// Without this, a comparison of all sets would pass for want of them.
+TEST(ChooseKernelsTest, SetsThatTheCpuHasAreFoundAndTheBestOneIsTheDefault) {
+  std::string best = "scalar";
+  for (const KnownSet &set : known_sets()) {
+    if (set.is_there) {
+      EXPECT_STREQ(cpu::choose_kernels(set.name).name, set.name);
+      if (best == "scalar") best = set.name;
+      continue;
+    }
+    try {
+      cpu::choose_kernels(set.name);
+      FAIL() << set.name;
+    } catch (const Error &error) {
+      EXPECT_EQ(error.status(), Status::kInvalidArgument);
+      EXPECT_NE(error.message().find("lacks"), std::string::npos) << error.message();
+    }
+  }
+  EXPECT_EQ(cpu::choose_kernels("").name, best);
+  EXPECT_STREQ(cpu::choose_kernels("scalar").name, "scalar");
+}
 
 TEST(ChooseKernelsTest, UnknownSetIsRefusedByName) {
   try {

@@ -121,5 +121,6 @@ struct Kernels {
 const Kernels &scalar_kernels();
 const Kernels &avx2_kernels();    // x86-64 only
 const Kernels &avx512_kernels();  // x86-64 only
+const Kernels &neon_kernels();    // AArch64 only
 
 }  // namespace xllm::cpu

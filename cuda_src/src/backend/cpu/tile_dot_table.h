@@ -8,5 +8,6 @@ namespace xllm::cpu {
 // nullptr for a type that is not interleaved.
 TileFn avx2_tile_dot(DType dtype);
 TileFn avx512_tile_dot(DType dtype);
+TileFn neon_tile_dot(DType dtype);
 
 }  // namespace xllm::cpu

@@ -1,0 +1,249 @@
+"""What streaming costs: tokens/s of Generate streams through a unix socket beside the same engine in process.
+
+    python -m bench.bench_streams MODEL [--streams 1,8,64] [--runs 3] [--json FILE] [-- flags of xllm serve]
+
+For each number of streams: the engine alone, its events taken in this process and thrown away; then a server of its own
+process and that many Generate calls from client processes of their own, A B A B. Both decode the same prompts without
+an end. A rate is what came while all streams were decoding: tokens after the last stream's first one and before the
+first stream's last one, over that time. For the server also the gaps between the deltas of a stream, and how many
+tokens a delta brought.
+
+The clients' processor time is no part of what a server costs, but where every core is busy it is taken from the engine.
+`client_share` says how much of the machine they took in that time, and `ratio_without_clients` is the ratio with that
+share of the time left out; where cores are free, look at `ratio`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+
+from bench.machine import describe
+from cyengine import Engine, EngineConfig, FinishedEvent, Request, TokenEvent
+from cyengine.types import Backend
+from xllm_client import NO_RETRY, AsyncClient
+from xllm_client.v1 import generation_service_pb2 as pb
+from xllm_client.v1 import generation_service_pb2_grpc as pb_grpc
+
+_NUM_PROMPT = 128
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What one reader saw of one stream: when (monotonic seconds), and how many tokens at once."""
+
+    times: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time in which all streams decode."""
+
+    begin: float
+    end: float
+
+    @classmethod
+    def of(cls, streams: Sequence[Arrivals]) -> Window:
+        """Return it; both ends belong to a delta that is not counted."""
+        return cls(max(stream.times[0] for stream in streams), min(stream.times[-1] for stream in streams))
+
+    def rate(self, streams: Sequence[Arrivals]) -> float:
+        """Return the tokens/s of all streams together."""
+        tokens = sum(
+            count
+            for stream in streams
+            for at, count in zip(stream.times, stream.counts, strict=True)
+            if self.begin < at <= self.end
+        )
+        return tokens / (self.end - self.begin)
+
+
+def prompt(stream: int) -> list[int]:
+    """Return ids of no meaning, another beginning for each stream."""
+    return [3 + (131 * stream + 7919 * i + i * i // 3) % 40_000 for i in range(_NUM_PROMPT)]
+
+
+def in_process(engine: Engine, num_streams: int, max_tokens: int) -> list[Arrivals]:
+    """Decode without a server."""
+    streams = {}
+    for i in range(num_streams):
+        request = Request(prompt(i), max_tokens=max_tokens, ignore_eos=True, bypass_cache=True)
+        streams[engine.submit(request)] = Arrivals([], [])
+    num_live = num_streams
+    while num_live:
+        events = engine.take_events(timeout_s=-1.0)
+        now = time.monotonic()
+        for event in events:
+            if isinstance(event, TokenEvent):
+                seen = streams[event.request_id]
+                if seen.times and seen.times[-1] == now:
+                    seen.counts[-1] += 1
+                else:
+                    seen.times.append(now)
+                    seen.counts.append(1)
+            elif isinstance(event, FinishedEvent):
+                num_live -= 1
+    return list(streams.values())
+
+
+async def _read(endpoint: str, ids: Sequence[int], max_tokens: int) -> list[Arrivals]:
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        stub: Any = pb_grpc.GenerationServiceStub(cast(Any, channel))
+
+        async def one(stream: int) -> Arrivals:
+            spec = pb.GenerationSpec()
+            spec.token_ids.ids.extend(prompt(stream))
+            spec.limits.max_tokens = max_tokens
+            spec.stop.ignore_eos = True
+            spec.cache.bypass = True
+            seen = Arrivals([], [])
+            async for event in stub.Generate(pb.GenerateRequest(spec=spec)):
+                if event.HasField("delta"):
+                    seen.times.append(time.monotonic())
+                    seen.counts.append(event.delta.num_tokens)
+            return seen
+
+        return list(await asyncio.gather(*(one(i) for i in ids)))
+
+
+def _client(endpoint: str, ids: Sequence[int], max_tokens: int) -> tuple[list[Arrivals], float]:
+    """Read some streams, in a process of their own; return what came, and the processor seconds it took."""
+    before = time.process_time()
+    streams = asyncio.run(_read(endpoint, ids, max_tokens))
+    return streams, time.process_time() - before
+
+
+def served(endpoint: str, num_streams: int, max_tokens: int, num_clients: int) -> tuple[list[Arrivals], float]:
+    """Decode through the socket; return the streams and the processor seconds of the clients."""
+    shares = [range(i, num_streams, num_clients) for i in range(min(num_clients, num_streams))]
+    with multiprocessing.get_context("spawn").Pool(len(shares)) as pool:
+        found = pool.starmap(_client, [(endpoint, list(share), max_tokens) for share in shares])
+    return [stream for streams, _ in found for stream in streams], sum(seconds for _, seconds in found)
+
+
+class Server:
+    """`xllm serve` on a unix socket, in a process of its own."""
+
+    def __init__(self, model: Path, num_streams: int, options: argparse.Namespace) -> None:
+        """Start it and wait until it serves."""
+        self._folder = tempfile.TemporaryDirectory()
+        self.endpoint = f"unix:{self._folder.name}/s/x.sock"
+        flags = ["--listen", self.endpoint, "--max-slots", str(num_streams), "--log-level", "warning"]
+        if options.max_seq_len:
+            flags += ["--max-seq-len", str(options.max_seq_len)]
+        if options.threads:
+            flags += ["--threads", str(options.threads)]
+        flags += ["--backend", options.backend, *options.serve]
+        command = [sys.executable, "-m", "xllm_service", "serve", str(model), *flags]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("XLLM_")}
+        self._process = subprocess.Popen(command, env=environment)
+        try:
+            asyncio.run(self._wait())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _wait(self) -> None:
+        async with AsyncClient(self.endpoint, retry=NO_RETRY) as client:
+            await client.wait_ready(300)
+
+    def close(self) -> None:
+        """Stop it."""
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(model: Path, num_streams: int, options: argparse.Namespace) -> Row:
+    """Measure one number of streams: `runs` pairs, the medians of each side."""
+    config = EngineConfig(
+        backend=Backend[options.backend.upper()],
+        max_slots=num_streams,
+        max_seq_len=options.max_seq_len,
+        num_threads=options.threads,
+    )
+    alone, through, shares, gaps, counts = [], [], [], [], []
+    for _ in range(options.runs):
+        with Engine(model, config) as engine:
+            in_process(engine, num_streams, 24)  # what is made on first use
+            streams = in_process(engine, num_streams, options.tokens)
+        alone.append(Window.of(streams).rate(streams))
+        server = Server(model, num_streams, options)
+        try:
+            served(server.endpoint, num_streams, 24, options.clients)
+            streams, client_s = served(server.endpoint, num_streams, options.tokens, options.clients)
+        finally:
+            server.close()
+        window = Window.of(streams)
+        through.append(window.rate(streams))
+        took = max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams)
+        shares.append(client_s / took / len(os.sched_getaffinity(0)))
+        for stream in streams:
+            inside = [at for at in stream.times if window.begin <= at <= window.end]
+            gaps += [1e3 * (b - a) for a, b in itertools.pairwise(inside)]
+            counts += stream.counts[1:]
+    ratio = statistics.median(through) / statistics.median(alone)
+    return {
+        "streams": num_streams,
+        "in_process_tokens_per_s": round(statistics.median(alone), 1),
+        "served_tokens_per_s": round(statistics.median(through), 1),
+        "ratio": round(ratio, 4),
+        "client_share": round(statistics.median(shares), 4),
+        "ratio_without_clients": round(ratio / (1 - statistics.median(shares)), 4),
+        "step_ms": round(1e3 * num_streams / statistics.median(alone), 3),
+        "gap_ms_median": round(statistics.median(gaps), 3),
+        "gap_ms_p99": round(_quantile(gaps, 0.99), 3),
+        "tokens_per_delta_median": statistics.median(counts),
+        "tokens_per_delta_max": max(counts),
+    }
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--streams", default="1,8,64")
+    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=4, help="client processes, at most one per stream")
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--max-seq-len", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("serve", nargs="*", help="further flags of xllm serve, after --")
+    options = parser.parse_args()
+    rows = []
+    for num_streams in (int(one) for one in options.streams.split(",")):
+        rows.append(
+            {"model": options.model.stem, "backend": options.backend} | measure(options.model, num_streams, options)
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
