@@ -64,15 +64,11 @@ __global__ void __launch_bounds__(kActRowThreads)
       const int col = chunk * kActCols + lane * kActLaneCols;
       float *x = args.x + token * args.rows.stride + col;
       if (is_aligned && col < num_cols) {
+        args.partials.add8(token, col, v[i]);
 #pragma unroll
         for (int k = 0; k < kActLaneCols; k += 4) {
-          float4 y = make_float4(v[i][k], v[i][k + 1], v[i][k + 2], v[i][k + 3]);
-          y = PartialSums::plus(y, args.partials.sum4(token, col + k));
-          *reinterpret_cast<float4 *>(x + k) = y;
-          v[i][k] = y.x;
-          v[i][k + 1] = y.y;
-          v[i][k + 2] = y.z;
-          v[i][k + 3] = y.w;
+          *reinterpret_cast<float4 *>(x + k) =
+              make_float4(v[i][k], v[i][k + 1], v[i][k + 2], v[i][k + 3]);
         }
       } else {
 #pragma unroll

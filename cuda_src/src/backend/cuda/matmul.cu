@@ -3,12 +3,15 @@
 #include "backend/cuda/act_rows.h"
 #include "backend/cuda/matmul.h"
 #include "backend/cuda/matmul_kernels.h"
+#include "backend/cuda/partial_sums.cuh"
 #include "backend/cuda/plain_matmul.cuh"
 #include "backend/cuda/repack.h"
 
 namespace xllm {
 namespace cuda {
 namespace {
+
+static_assert(kMaxSlices <= kMaxPartials, "a row kernel adds up what a product leaves");
 
 // Above this, staging costs a product of few tokens more than a kernel before it.
 constexpr int64_t kMaxStagedElements = 0;  // 16384 when mma_few is there
