@@ -45,12 +45,12 @@ __global__ void __launch_bounds__(kActRowThreads)
     }
   };
   float weight[kPerWarp][kActLaneCols], v[kPerWarp][kActLaneCols];
+  let_next_kernel_start();
   if (has_norm) {
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
       load(args.rows.norm_weight, first + warp + i * kActRowWarps, weight[i]);
   }
-  let_next_kernel_start();
   wait_for_previous_kernel();
   const float *row = args.rows.x + token * args.rows.stride;
 #pragma unroll
