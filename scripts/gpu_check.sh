@@ -23,7 +23,7 @@ echo "built in $((SECONDS - start)) s"
 
 # Two programs, so that a check that fails or hangs does not take the measurements with it.
 status=0
-for part in check:repack,matmul,sample,graphs,stages,invariance bench:bandwidth,decode; do
+for part in check:repack,rows,matmul,sample,graphs,stages,invariance bench:bandwidth,decode; do
   start=$SECONDS
   name=${part%%:*}
   timeout 210 $build/cuda_backend_check --parts "${part#*:}" --json "$out/$name.json" "$@" 2>&1 | tee "$out/$name.log"
@@ -47,7 +47,7 @@ if [ "$limit" != 0 ] && command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck; do
     echo "== $tool" >> "$out/sanitizer.log"
     parts=graphs,stages  # the models of invariance take racecheck many minutes
-    if [ $tool = memcheck ]; then parts=sample,graphs,stages,invariance; fi
+    if [ $tool = memcheck ]; then parts=rows,sample,graphs,stages,invariance; fi
     timeout "$limit" compute-sanitizer --tool $tool $build/cuda_backend_check --parts $parts --quick >> "$out/sanitizer.log" 2>&1
     echo "$tool: status $? ($(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/sanitizer.log" | tail -n 1))"
   done
