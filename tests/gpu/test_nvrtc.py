@@ -16,7 +16,7 @@ CUDA = SOURCE / "backend" / "cuda"
 INSTANCES = {
     "gemv.cuh": ("gemv_kernel", "MatmulArgs", ["1", "4", "8"]),
     "attention.cuh": ("attention_kernel", "AttentionArgs", ["64, 1, false", "128, 2, true"]),
-    "act_rows.cuh": ("act_rows_kernel", "ActRowsArgs", ["1", "4"]),
+    "act_rows.cuh": ("act_rows_kernel", "ActRowsArgs", ["1, false", "4, true"]),
 }
 
 

@@ -9,28 +9,37 @@ namespace {
 
 constexpr int kMaxGridY = 32768;
 
-void run_rows(const Launch &launch, const ActRowsArgs &args, int num_tokens) {
+using RowsKernel = void (*)(ActRowsArgs);
+constexpr int kRowsPerWarp[] = {1, 2, 4};
+
+RowsKernel rows_kernel(int per_warp, bool adds) {
+  if (per_warp <= 1) return adds ? act_rows_kernel<1, true> : act_rows_kernel<1, false>;
+  if (per_warp <= 2) return adds ? act_rows_kernel<2, true> : act_rows_kernel<2, false>;
+  return adds ? act_rows_kernel<4, true> : act_rows_kernel<4, false>;
+}
+
+void run_rows(const Launch &launch, ActRowsArgs args, int num_tokens) {
   const int chunks = args.act.num_chunks;
   const bool has_norm = args.rows.norm_weight != nullptr;
+  const bool is_cluster = has_norm && launch.device->has_clusters;
+  args.num_parts = is_cluster ? kActRowParts : 1;
+  const int cta_warps = has_norm && !is_cluster ? kActRowWarps : kActRowWarps / kActRowParts;
   const int per_warp = has_norm ? (chunks + kActRowWarps - 1) / kActRowWarps : 1;
-  const auto kernel = per_warp <= 1   ? act_rows_kernel<1>
-                      : per_warp <= 2 ? act_rows_kernel<2>
-                                      : act_rows_kernel<4>;
-  const int groups = has_norm ? 1 : (chunks + kActRowWarps - 1) / kActRowWarps;
-  launch_kernel(launch, "act_rows", kernel,
-                dim3(static_cast<unsigned>(num_tokens), static_cast<unsigned>(groups)),
-                kActRowThreads, 0, args);
+  const int groups = has_norm ? 1 : (chunks + cta_warps - 1) / cta_warps;
+  launch_clusters(
+      launch, "act_rows", rows_kernel(per_warp, args.partials.data != nullptr),
+      dim3(static_cast<unsigned>(num_tokens * args.num_parts), static_cast<unsigned>(groups)),
+      static_cast<unsigned>(args.num_parts), static_cast<unsigned>(cta_warps * kWarp), 0, args);
 }
 
 }  // namespace
 
 void prepare_rows() {
-  for (const void *kernel : {reinterpret_cast<const void *>(act_rows_kernel<1>),
-                             reinterpret_cast<const void *>(act_rows_kernel<2>),
-                             reinterpret_cast<const void *>(act_rows_kernel<4>),
-                             reinterpret_cast<const void *>(add_partials_kernel)}) {
-    prefer_shared_memory(kernel);
+  for (const int per_warp : kRowsPerWarp) {
+    for (const bool adds : {false, true})
+      prefer_shared_memory(reinterpret_cast<const void *>(rows_kernel(per_warp, adds)));
   }
+  prefer_shared_memory(reinterpret_cast<const void *>(add_partials_kernel));
 }
 
 void add_partials(const Launch &launch, const Partials &partials, int num_tokens, const float *bias,

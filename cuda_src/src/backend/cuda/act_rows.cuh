@@ -1,4 +1,6 @@
-// Rows between products (act_rows.h). A row is quantised by CTAs of 16 warps, a warp per chunk.
+// Rows between products (act_rows.h). A row is quantised by several warps, a warp per chunk; under
+// a norm by a cluster of CTAs, which tell one another their chunks' squares, so that more than one
+// SM takes in what there is to add up. Without clusters one CTA has all the warps.
 #pragma once
 
 #include "backend/cuda/act_quant.cuh"
@@ -7,15 +9,39 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kActRowWarps = 16;
-constexpr int kActRowThreads = kActRowWarps * kWarp;
+constexpr int kActRowWarps = 16;  // of a row under a norm
+constexpr int kActRowParts = 4;   // CTAs of a cluster
 
 struct ActRowsArgs {
   ActRows rows;
   float *x;  // rows.x, where partials are added to it
   PartialSums partials;
   ActView act;
+  int num_parts;  // CTAs of a cluster, which are those of a row; 1: none
 };
+
+// ---- clusters (sm_90 and up; elsewhere a cluster is one CTA) ----
+
+__device__ __forceinline__ void arrive_at_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// `to` of CTA `part` of the cluster = value.
+__device__ __forceinline__ void store_in_cluster(float *to, int part, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(part));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+#else
+  *to = value;
+#endif
+}
 
 // load_act_cols for rows of any length and alignment.
 __device__ __forceinline__ void load_any_cols(const float *row, int first, int num_cols, int lane,
@@ -27,14 +53,22 @@ __device__ __forceinline__ void load_any_cols(const float *row, int first, int n
   }
 }
 
-// Grid: x tokens, y groups of 16 * kPerWarp chunks, one under a norm. kPerWarp: chunks of a warp.
-template <int kPerWarp>
-__global__ void __launch_bounds__(kActRowThreads)
+// Grid: x tokens by parts, y as many CTAs as a row's chunks want, one under a norm. kPerWarp:
+// chunks of a warp; kAdds: there are partials. Threads: kActRowWarps / num_parts warps.
+template <int kPerWarp, bool kAdds>
+__global__ void __launch_bounds__(kActRowWarps *kWarp)
     act_rows_kernel(const __grid_constant__ ActRowsArgs args) {
   __shared__ float squares[kActRowWarps * kPerWarp];
-  const int warp = static_cast<int>(threadIdx.x) >> 5, lane = static_cast<int>(threadIdx.x) & 31;
-  const int token = static_cast<int>(blockIdx.x), num_cols = args.rows.num_cols;
-  const int first = static_cast<int>(blockIdx.y) * kActRowWarps * kPerWarp;
+  let_next_kernel_start();
+  const bool is_cluster = args.num_parts > 1;
+  if (is_cluster) arrive_at_cluster();  // its shared memory is there
+  const int lane = static_cast<int>(threadIdx.x) & 31, num_cols = args.rows.num_cols;
+  const int token = static_cast<int>(blockIdx.x) / args.num_parts;
+  const int part = static_cast<int>(blockIdx.x) % args.num_parts;
+  const int cta_warps = static_cast<int>(blockDim.x) / kWarp;
+  const int row_warps = cta_warps * args.num_parts;
+  const int first = static_cast<int>(blockIdx.y) * row_warps * kPerWarp + part * cta_warps +
+                    static_cast<int>(threadIdx.x) / kWarp;
   const bool has_norm = args.rows.norm_weight != nullptr;
   const bool is_aligned = num_cols % kActLaneCols == 0 && args.rows.stride % 4 == 0;
   const auto load = [&](const float *row, int chunk, float (&v)[kActLaneCols]) {
@@ -45,22 +79,22 @@ __global__ void __launch_bounds__(kActRowThreads)
     }
   };
   float weight[kPerWarp][kActLaneCols], v[kPerWarp][kActLaneCols];
-  let_next_kernel_start();
   if (has_norm) {
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
-      load(args.rows.norm_weight, first + warp + i * kActRowWarps, weight[i]);
+      load(args.rows.norm_weight, first + i * row_warps, weight[i]);
   }
+  if (is_cluster) wait_for_cluster();
   wait_for_previous_kernel();
   const float *row = args.rows.x + token * args.rows.stride;
 #pragma unroll
-  for (int i = 0; i < kPerWarp; ++i) load(row, first + warp + i * kActRowWarps, v[i]);
+  for (int i = 0; i < kPerWarp; ++i) load(row, first + i * row_warps, v[i]);
   float d[kPerWarp];
 #pragma unroll
   for (int i = 0; i < kPerWarp; ++i) {
-    const int chunk = first + warp + i * kActRowWarps;
+    const int chunk = first + i * row_warps;
     if (chunk >= args.act.num_chunks) break;
-    if (args.partials.data != nullptr) {
+    if constexpr (kAdds) {
       const int col = chunk * kActCols + lane * kActLaneCols;
       float *x = args.x + token * args.rows.stride + col;
       if (is_aligned && col < num_cols) {
@@ -81,7 +115,7 @@ __global__ void __launch_bounds__(kActRowThreads)
     }
     if (has_norm) {
       const float sum = chunk_squares(v[i]);
-      if (lane == 0) squares[chunk] = sum;
+      if (lane < args.num_parts) store_in_cluster(squares + chunk, lane, sum);
 #pragma unroll
       for (int k = 0; k < kActLaneCols; ++k) v[i][k] = __fmul_rn(v[i][k], weight[i][k]);
     }
@@ -92,11 +126,16 @@ __global__ void __launch_bounds__(kActRowThreads)
     if (!has_norm && lane == 0) store_act_scale<kActGroup>(q.d, token % kActGroup, to);
   }
   if (!has_norm) return;
-  __syncthreads();
+  if (is_cluster) {
+    arrive_at_cluster();
+    wait_for_cluster();
+  } else {
+    __syncthreads();
+  }
   const float inverse = row_inverse(squares, args.act.num_chunks, num_cols, args.rows.eps);
 #pragma unroll
   for (int i = 0; i < kPerWarp; ++i) {
-    const int chunk = first + warp + i * kActRowWarps;
+    const int chunk = first + i * row_warps;
     if (chunk >= args.act.num_chunks || lane != 0) break;
     store_act_scale<kActGroup>(__fmul_rn(d[i], inverse), token % kActGroup,
                                args.act.chunk(token, chunk));

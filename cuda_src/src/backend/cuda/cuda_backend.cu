@@ -60,6 +60,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
       compiled.binaryVersion < compiled.ptxVersion ? compiled.binaryVersion : compiled.ptxVersion;
   device_.has_int8_mma = code_version >= 80;
   device_.has_dependent_launch = code_version >= 90 && device_.compute_capability >= 90;
+  device_.has_clusters = device_.has_dependent_launch;
   cudaDeviceProp properties = {};
   check(cudaGetDeviceProperties(&properties, index), "ask for the device's name");
   info_.kind = "cuda";

@@ -26,6 +26,7 @@ struct Device {
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_dependent_launch = false;
+  bool has_clusters = false;
 };
 
 struct Launch {
@@ -42,21 +43,34 @@ inline void prefer_shared_memory(const void *kernel) {
 }
 
 // Launches kernel(args...) so that it may start before the previous one has ended (it calls
-// wait_for_previous_kernel), where the device can. Checks the launch.
+// wait_for_previous_kernel), where the device can; `cluster` CTAs side by side in x share their
+// shared memory (1: none do; more only where has_clusters). Checks the launch.
 template <typename... Parameters, typename... Arguments>
-void launch_kernel(const Launch &launch, const char *name, void (*kernel)(Parameters...), dim3 grid,
-                   unsigned threads, size_t shared_bytes, Arguments... arguments) {
+void launch_clusters(const Launch &launch, const char *name, void (*kernel)(Parameters...),
+                     dim3 grid, unsigned cluster, unsigned threads, size_t shared_bytes,
+                     Arguments... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = launch.stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = launch.device->has_dependent_launch ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (launch.device->has_dependent_launch) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {cluster, 1, 1};
+  }
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch_kernel(const Launch &launch, const char *name, void (*kernel)(Parameters...), dim3 grid,
+                   unsigned threads, size_t shared_bytes, Arguments... arguments) {
+  launch_clusters(launch, name, kernel, grid, 1, threads, shared_bytes, arguments...);
 }
 
 }  // namespace cuda
