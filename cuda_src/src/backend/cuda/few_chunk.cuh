@@ -106,11 +106,11 @@ __device__ __forceinline__ void few_chunk(const uint8_t *chunk, int num_units, i
   using Lane = FewLane<kTokens>;
   constexpr int kParts = Lane::kParts, kRows = Lane::kRows;
   const int g = lane >> 2, t = lane & 3, part = Lane::part(t);
-  const auto dot = [](const int(&c)[4], int r) { return 8 * c[2 * r] + c[2 * r + 1]; };
+  const auto dot = [](const int (&c)[4], int r) { return 8 * c[2 * r] + c[2 * r + 1]; };
   const auto act_row = [&](int u) {
     return few_act_row<kTokens, kFewColumns<kType>>(u, lane, codes, zeros);
   };
-  const auto block_mma = [&](int(&c)[4], const uint32_t(&a)[2][4], const uint32_t(&b)[4],
+  const auto block_mma = [&](int (&c)[4], const uint32_t (&a)[2][4], const uint32_t (&b)[4],
                              int step) {
     if (Tile::kHighInPlace && step == 1) {
       mma_u8_k32(c, a[step], b[2], b[3]);
@@ -184,8 +184,7 @@ __device__ __forceinline__ void few_chunk(const uint8_t *chunk, int num_units, i
     int i[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint4 v =
-          *reinterpret_cast<const uint4 *>(chunk + row_fields_offset(kType, g, r));
+      const uint4 v = *reinterpret_cast<const uint4 *>(chunk + row_fields_offset(kType, g, r));
       const uint32_t words[4] = {v.x, v.y, v.z, v.w};
       int sum[2] = {0, 0};  // of up to 8 half blocks each: 4 |I| < 2^31
 #pragma unroll

@@ -1,11 +1,10 @@
 // Launches of mma_few: how a product is cut into groups, and how much shared memory it takes.
-#include "backend/cuda/mma_few.cuh"
-
 #include <algorithm>
 #include <string>
 
 #include "backend/cuda/cuda_check.h"
 #include "backend/cuda/matmul_kernels.h"
+#include "backend/cuda/mma_few.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -48,9 +47,7 @@ void prepare_few(Device *device) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  device->max_shared_bytes),
             "set shared memory size");
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared),
-            "set shared memory carve-out");
+      prefer_shared_memory(reinterpret_cast<const void *>(kernel));
     }
   }
 }
@@ -88,7 +85,8 @@ void launch_mma_few(const Launch &launch, const MatmulArgs &args) {
   const int most = device.max_shared_bytes;
   const int rounds = (few.num_groups + device.num_sms - 1) / device.num_sms;
   const int longest = (args.num_chunks + args.num_slices - 1) / args.num_slices;
-  const int useful = std::min({kFewMaxStages, device.ring_stages, rounds * (is_pair ? longest : (longest + 1) / 2)});
+  const int useful = std::min(
+      {kFewMaxStages, device.ring_stages, rounds * (is_pair ? longest : (longest + 1) / 2)});
   few.num_stages = 1;
   for (int stages = 2; stages <= useful; ++stages) {
     if (shared_with(stages) <= (stages == 2 ? most : std::min(share, most)))

@@ -33,7 +33,7 @@ struct FewArgs {
   MatmulArgs product;
   int num_groups;
   int width;  // tiles of a group, pairs of tiles for kSwiGlu: a warp for each slice of each
-  int num_stages, chunk_bytes;  // of a warp's ring; of the largest type
+  int num_stages, chunk_bytes;      // of a warp's ring; of the largest type
   int slice_first[kMaxSlices + 1];  // chunks
 };
 
@@ -101,7 +101,8 @@ struct FewRing {
     const int64_t whole = static_cast<int64_t>(job.end) * size;
     bytes[which] = size;
     missing_bytes[which] = static_cast<int>(max(whole - segment.tile_bytes, int64_t{0}));
-    from[which] = segment.tiles + tile * segment.tile_bytes + static_cast<int64_t>(job.first) * size;
+    from[which] =
+        segment.tiles + tile * segment.tile_bytes + static_cast<int64_t>(job.first) * size;
   }
 
   // Asks for what the cursor stands at, into stage `to`, which the warp is done with.
@@ -112,14 +113,14 @@ struct FewRing {
     left -= count;
     const int size = count * bytes[0] - (left == 0 ? missing_bytes[0] : 0);
     const int other = bytes[1] - (left == 0 ? missing_bytes[1] : 0);  // 0 but for a pair
-    expect_copies(barriers + to, size + other, lane);
+    expect_chunks(barriers + to, size + other, lane);
     copy_chunk(at, from[0], size, barriers + to, lane);
     from[0] += size;
     if (job.is_pair) {
       copy_chunk(at + chunk_bytes, from[1], other, barriers + to, lane);
       from[1] += other;
     }
-    copies_asked(barriers + to);
+    chunks_asked(barriers + to);
     if (left == 0) {
       group += static_cast<int>(gridDim.x);
       seek(few, job);
@@ -161,8 +162,8 @@ __device__ __forceinline__ void few_step(const uint8_t *stage, int second_at, bo
   float p[2][kRows];
   if (has_second) {  // one's loads and mmas while the other is scaled
     const int other = is_pair ? chunk : chunk + 1;
-    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk),
-                              in.zeros, in.sums_of(chunk), p[0]);
+    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk), in.zeros,
+                              in.sums_of(chunk), p[0]);
     few_chunk<kType, kTokens>(stage + second_at, in.units_of(other), lane, in.codes_of(other),
                               in.zeros, in.sums_of(other), p[1]);
     const float dx[2] = {in.scale_of(chunk), in.scale_of(other)};
@@ -177,8 +178,8 @@ __device__ __forceinline__ void few_step(const uint8_t *stage, int second_at, bo
       }
     }
   } else {
-    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk),
-                              in.zeros, in.sums_of(chunk), p[0]);
+    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk), in.zeros,
+                              in.sums_of(chunk), p[0]);
     const float dx = in.scale_of(chunk);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) acc[0][r] = __fmaf_rn(dx, p[0][r], acc[0][r]);
@@ -208,12 +209,13 @@ __device__ __forceinline__ void few_slice(const FewArgs &few, const FewJob &job,
   for (int chunk = job.first; chunk < job.end; chunk += step) {
     wait_for_phase(ring->barriers + ring->stage, ring->parity);
     const uint8_t *at = ring->base + ring->stage * ring->stage_bytes;
-    const int chunk_size = job.is_pair ? ring->chunk_bytes : static_cast<int>(chunk_bytes(types[0]));
+    const int chunk_size =
+        job.is_pair ? ring->chunk_bytes : static_cast<int>(chunk_bytes(types[0]));
     const bool has_second = job.is_pair ? !is_mixed : chunk + 1 < job.end;
 #pragma unroll 1
     for (int tile = 0;; ++tile) {
-      few_step_of<kSet, kTokens>(tile == 0 ? types[0] : types[1], at, chunk_size, job.is_pair, has_second, chunk, lane,
-                                 in, acc);
+      few_step_of<kSet, kTokens>(tile == 0 ? types[0] : types[1], at, chunk_size, job.is_pair,
+                                 has_second, chunk, lane, in, acc);
       if (!is_mixed) break;
 #pragma unroll
       for (int r = 0; r < FewLane<kTokens>::kRows; ++r) {
@@ -362,9 +364,9 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
   in.zeros = in.codes + args.num_chunks * few_codes_bytes(kTokens);
   in.sums = acts.sums + token * few_sums_bytes(1);
   in.scales = acts.scales + token;
-  in.factor =
-      has_norm ? few_row_inverse(acts.squares + token * few_square_floats(args.num_chunks), args)
-               : 1.0f;
+  in.factor = has_norm
+                  ? few_row_inverse(acts.squares + token * few_square_floats(args.num_chunks), args)
+                  : 1.0f;
   in.num_units = args.num_units;
 
   const int group_tiles = job.is_pair ? 2 * few.width : few.width;

@@ -69,10 +69,11 @@ __device__ __forceinline__ constexpr int stage_arrivals() {
 #endif
 }
 
-// A phase of a stage is: expect_copies with the bytes of all copies to come, one or more copy_chunk,
-// copies_asked; each by a whole warp that is done with what the stage held (and has called
+// A phase of a stage is: expect_chunks with the bytes of all copies to come, one or more
+// copy_chunk, chunks_asked; each by a whole warp that is done with what the stage held (and has
+// called
 // __syncwarp since).
-__device__ __forceinline__ void expect_copies(uint64_t *barrier, int bytes, int lane) {
+__device__ __forceinline__ void expect_chunks(uint64_t *barrier, int bytes, int lane) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (lane == 0) {
     asm volatile(
@@ -100,7 +101,7 @@ __device__ __forceinline__ void copy_chunk(uint8_t *stage, const uint8_t *from, 
 #endif
 }
 
-__device__ __forceinline__ void copies_asked(uint64_t *barrier) {
+__device__ __forceinline__ void chunks_asked(uint64_t *barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");

@@ -105,10 +105,8 @@ __device__ __forceinline__ bool quantize_ordinary(const float (&x)[kActLaneCols]
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t a =
-        __float_as_uint(__fadd_rn(__fmul_rn(x[2 * i], inverse), kMagic + 4.0f));
-    const uint32_t b =
-        __float_as_uint(__fadd_rn(__fmul_rn(x[2 * i + 1], inverse), kMagic + 4.0f));
+    const uint32_t a = __float_as_uint(__fadd_rn(__fmul_rn(x[2 * i], inverse), kMagic + 4.0f));
+    const uint32_t b = __float_as_uint(__fadd_rn(__fmul_rn(x[2 * i + 1], inverse), kMagic + 4.0f));
     sum += static_cast<int>(a + b);
     pairs[i] = __byte_perm(a, b, 0x5410);
   }
@@ -131,8 +129,7 @@ __device__ __forceinline__ void stage_rows(const MatmulArgs &args, int warp, int
   constexpr int kChunks = kNorm ? kNormChunks : kRowItems / kTokens;
   constexpr int kItems = kChunks * kTokens;
   const auto row_of = [&](int token) {
-    return args.rows.x +
-           (args.first_token + min(token, args.num_tokens - 1)) * args.rows.stride;
+    return args.rows.x + (args.first_token + min(token, args.num_tokens - 1)) * args.rows.stride;
   };
 #pragma unroll 1
   for (int first = warp; first < args.num_chunks; first += kChunks * num_warps) {
