@@ -14,7 +14,7 @@ namespace {
 static_assert(kMaxSlices <= kMaxPartials, "a row kernel adds up what a product leaves");
 
 // Above this, staging costs a product of few tokens more than a kernel before it.
-constexpr int64_t kMaxStagedElements = 0;  // 16384 when mma_few is there
+constexpr int64_t kMaxStagedElements = 16384;
 // Wider matrices have rows enough for every SM, and are never cut into slices.
 constexpr int64_t kMaxPartialRows = 16384;
 
