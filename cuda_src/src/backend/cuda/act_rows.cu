@@ -8,6 +8,7 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxGridY = 32768;
+constexpr int kMaxSpreadTokens = 16;
 
 using RowsKernel = void (*)(ActRowsArgs);
 constexpr int kRowsPerWarp[] = {1, 2, 4};
@@ -21,9 +22,10 @@ RowsKernel rows_kernel(int per_warp, bool adds) {
 void run_rows(const Launch &launch, ActRowsArgs args, int num_tokens) {
   const int chunks = args.act.num_chunks;
   const bool has_norm = args.rows.norm_weight != nullptr;
-  const bool is_cluster = has_norm && launch.device->has_clusters;
-  args.num_parts = is_cluster ? kActRowParts : 1;
-  const int cta_warps = has_norm && !is_cluster ? kActRowWarps : kActRowWarps / kActRowParts;
+  // Many rows fill the SMs by themselves, and a CTA is cheaper than a cluster.
+  const bool is_spread = num_tokens <= kMaxSpreadTokens && launch.device->has_clusters;
+  args.num_parts = is_spread && has_norm ? kActRowParts : 1;
+  const int cta_warps = is_spread ? kActRowWarps / kActRowParts : kActRowWarps;
   const int per_warp = has_norm ? (chunks + kActRowWarps - 1) / kActRowWarps : 1;
   const int groups = has_norm ? 1 : (chunks + cta_warps - 1) / cta_warps;
   launch_clusters(
