@@ -336,7 +336,8 @@ class StageCheck {
         for (int i = 0; i < dim; ++i) y[i] /= total;
       }
     }
-    // Probabilities are f16: up to 2^-11 of a value, half a quantisation step beside the rounding's.
+    // Probabilities are f16: up to 2^-11 of a value, half a quantisation step beside the
+    // rounding's.
     const double off = quantisation_error(out, reference, rows_, int64_t{dims.num_heads} * dim);
     report_.verdict(name_ + ": " + at + "attention", off < 1.05,
                     "largest distance " + number(off) + " of a quantisation step");

@@ -18,9 +18,7 @@ class DeviceArray {
     cuda::check(cudaMalloc(&data_, count * sizeof(T) + 16), "allocate");
     poison();
   }
-  explicit DeviceArray(const std::vector<T> &values) : DeviceArray(values.size()) {
-    fill(values);
-  }
+  explicit DeviceArray(const std::vector<T> &values) : DeviceArray(values.size()) { fill(values); }
   DeviceArray(const DeviceArray &) = delete;
   DeviceArray &operator=(const DeviceArray &) = delete;
   ~DeviceArray() { (void)cudaFree(data_); }
