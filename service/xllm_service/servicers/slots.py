@@ -34,14 +34,22 @@ from xllm_service.servicers.ownership import Ownership, parse_slot_name, slot_na
 from xllm_service.servicers.prompt import cache_use, check_digest, compiled, read_prompt
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
-from xllm_service.servicers.slot_access import OwnedSlot, explain, explained, find_slot, no_slot, owned_slot
+from xllm_service.servicers.slot_access import (
+    OwnedSlot,
+    explain,
+    explained,
+    find_slot,
+    no_slot,
+    owned_slot,
+    settled,
+    told_of_entry,
+)
 from xllm_service.validation import Checker, DecodeChoices, validate_decode, validate_prompt
 
 _DEFAULT_LEASE_S = 60.0
 _POLL_S = 0.01  # between looks for a free slot
 _MAX_WAIT_S = 86400.0
 _WATCH_S = 0.05  # between looks of WatchSlots
-_SETTLE_S = 5.0  # for a call to leave its slot; a step takes less
 
 
 class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
@@ -181,6 +189,7 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             self._served, context, request_id="", model=hosted.name, fingerprint=_fingerprint(request)
         ) as live:
             with explained("Prefill", [owned], prompt_field=request.WhichOneof("input") or ""):
+                owned.require([SlotState.ACQUIRED, SlotState.READY], "Prefill")
                 is_first = owned.info.state is SlotState.ACQUIRED
                 ids = (await read_prompt(engine.model, prompt, "", add_special=is_first)).ids
                 make = EventMaker(hosted, live, self._served.metrics, arrival)
@@ -215,7 +224,6 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         hosted = owned.hosted
         limits = self._served.limits(hosted.engine)
         (choices,) = validate_decode(request.request_id, {"options.": request.options}, limits)
-        choices = await compiled(hosted.engine.model, choices, "options.")
         stream = _Stream(context, slot_service_pb2.DecodeSlotResponse)
         async with live_call(
             self._served,
@@ -225,12 +233,15 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             fingerprint=_fingerprint(request),
         ) as live:
             if live.is_retry:
-                await _settled([owned])
-            make = EventMaker(hosted, live, self._served.metrics, arrival)
-            make.clock.submitted = time.monotonic()
-            bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
-            events = hosted.engine.decode_slot(owned.ownership.slot, choices, bounds, on_stall=live.stalled)
+                await settled([owned])
             with explained("DecodeSlot", [owned], options_path="options."):
+                owned.require([SlotState.READY], "DecodeSlot", mode=DecodeMode.PER_SLOT)
+                choices = await compiled(hosted.engine.model, choices, "options.")
+                owned = owned.now()
+                make = EventMaker(hosted, live, self._served.metrics, arrival)
+                make.clock.submitted = time.monotonic()
+                bounds = Bounds.of(choices, context.time_remaining(), make.clock.submitted - arrival)
+                events = hosted.engine.decode_slot(owned.ownership.slot, choices, bounds, on_stall=live.stalled)
                 async with aclosing(events):
                     async for progress in events:
                         make.clock.blocked_s = progress.blocked_s
@@ -251,7 +262,6 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
         limits = self._served.limits(hosted.engine)
         paths = {f"entries[{index}].options.": entry.options for index, entry in enumerate(request.entries)}
         checked = validate_decode(request.request_id, paths, limits)
-        choices = [await compiled(hosted.engine.model, one, path) for one, path in zip(checked, paths, strict=True)]
         stream = _Stream(context, slot_service_pb2.DecodeBatchResponse)
         async with live_call(
             self._served,
@@ -261,17 +271,24 @@ class SlotServicer(slot_service_pb2_grpc.SlotServiceServicer):
             fingerprint=_fingerprint(request),
         ) as live:
             if live.is_retry:
-                await _settled(entries)
-            make = EventMaker(hosted, live, self._served.metrics, arrival)
-            make.clock.submitted = time.monotonic()
-            elapsed_s = make.clock.submitted - arrival
-            bounds = [Bounds.of(one, context.time_remaining(), elapsed_s) for one in choices]
-            slots = [entry.ownership.slot for entry in entries]
-            events = hosted.engine.decode_batch(list(zip(slots, choices, bounds, strict=True)), on_stall=live.stalled)
-            accepted: dict[int, AcceptedEvent] = {}
-            held: list[Progress] = []
-            ended: list[FinishedEvent] = []
+                await settled(entries)
             with explained("DecodeBatch", entries):
+                for index, entry in enumerate(entries):
+                    with told_of_entry(index):
+                        entry.require([SlotState.READY], "DecodeBatch", mode=DecodeMode.BATCHED)
+                model = hosted.engine.model
+                choices = [await compiled(model, one, path) for one, path in zip(checked, paths, strict=True)]
+                entries = [entry.now() for entry in entries]
+                make = EventMaker(hosted, live, self._served.metrics, arrival)
+                make.clock.submitted = time.monotonic()
+                elapsed_s = make.clock.submitted - arrival
+                bounds = [Bounds.of(one, context.time_remaining(), elapsed_s) for one in choices]
+                slots = [entry.ownership.slot for entry in entries]
+                batch_entries = list(zip(slots, choices, bounds, strict=True))
+                events = hosted.engine.decode_batch(batch_entries, on_stall=live.stalled)
+                accepted: dict[int, AcceptedEvent] = {}
+                held: list[Progress] = []
+                ended: list[FinishedEvent] = []
                 async with aclosing(events):
                     async for batch in events:
                         if len(accepted) < len(entries):
@@ -381,16 +398,6 @@ class _Stream:
         self._sequence += 1
         # note: initial metadata goes out with the first write, so a refusal before it can be tried again.
         await self._context.write(response)
-
-
-async def _settled(entries: Sequence[OwnedSlot]) -> None:
-    """Wait for a call that is being replaced to leave its slots, which takes it a step."""
-    deadline = time.monotonic() + _SETTLE_S
-    while time.monotonic() < deadline:
-        states = [_snapshot(one.hosted, one.info.slot).state for one in entries]
-        if not any(state in (SlotState.DECODING, SlotState.CANCELLING) for state in states):
-            return
-        await asyncio.sleep(_POLL_S)
 
 
 async def _send_output(stream: _Stream, make: EventMaker, choices: DecodeChoices, progress: Progress) -> None:
