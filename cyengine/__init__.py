@@ -7,7 +7,7 @@ with Engine("model.gguf") as engine:
         print(getattr(event, "text", ""), end="", flush=True)
 """
 
-from cyengine._core import Engine, Model, build_id, version
+from cyengine._core import Engine, Model, build_id, exit_on_lost_file, version
 from cyengine.errors import XllmError
 from cyengine.types import (
     AcceptedEvent,
@@ -75,4 +75,5 @@ __all__ = [
     "TokenMask",
     "XllmError",
     "build_id",
+    "exit_on_lost_file",
 ]

@@ -30,6 +30,14 @@ from cyengine.types import (
 version: str
 build_id: str
 
+def exit_on_lost_file(fd: int = 2, exit_status: int = 1) -> None:
+    """End the process in words when a model file is shortened under it, from now on.
+
+    A model's weights are read from its file's map. Where somebody shortens that file in place, the next read of what is
+    gone is a SIGBUS: with this, one line on ``fd`` names the file, and the process exits with ``exit_status``. Any
+    other SIGBUS stays what it was. For the whole process: for a program to call, once it knows its log.
+    """
+
 class Model:
     """An opened GGUF file: metadata, tensors and tokenizer, no weights loaded.
 

@@ -24,6 +24,9 @@ from cyengine import errors, types
 cdef extern from "<stdio.h>" nogil:
     int dprintf(int fd, const char *format, ...)
 
+cdef extern from "lost_file.h" nogil:
+    int c_exit_on_lost_file "exit_on_lost_file"(int fd, int exit_status)
+
 
 if c.xllm_abi_version() != c.XLLM_ABI_VERSION:
     raise ImportError(
@@ -37,6 +40,12 @@ del _status
 
 version = c.xllm_version().decode()
 build_id = c.xllm_build_id().decode()
+
+
+def exit_on_lost_file(int fd=2, int exit_status=1):
+    problem = c_exit_on_lost_file(fd, exit_status)
+    if problem:
+        raise OSError(problem, os.strerror(problem))
 
 
 WAIT_SLICE_S = 0.1  # longest wait in the core before Python's signals are looked at again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -14,10 +13,12 @@ import grpc
 from xllm_client.v1 import generation_service_pb2
 from xllm_service import convert
 from xllm_service.errors import Reason, ServiceError
+from xllm_service.owned_store import OwnedStore
 
-# How long the receipt of a generation is kept; and of how many.
+# How long the receipt of a generation is kept; of how many of one principal, and of all of them together.
 RECEIPT_TTL_S = 300.0
-_MAX_RECEIPTS = 4096
+MAX_RECEIPTS = 4096
+_MAX_RECEIPTS_OF_ALL = 65536
 
 
 class Phase(Enum):
@@ -142,7 +143,7 @@ class LiveGenerations:
 
     def __init__(self) -> None:
         self._live: dict[tuple[str, str], LiveGeneration] = {}
-        self._ended: OrderedDict[tuple[str, str], _Ended] = OrderedDict()
+        self._ended: OwnedStore[str, _Ended] = OwnedStore(MAX_RECEIPTS, _MAX_RECEIPTS_OF_ALL)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -162,7 +163,7 @@ class LiveGenerations:
                     resource=("xllm.v1.Generation", generation.request_id),
                 )
             earlier.end(ServiceError(Reason.CANCELLED, "the same request was sent again, and that call goes on"))
-        self._ended.pop(key, None)
+        self._ended.remove(*key)
         self._live[key] = generation
         generation.is_retry = earlier is not None
 
@@ -179,12 +180,8 @@ class LiveGenerations:
         receipt.end_time.CopyFrom(convert.timestamp(wall))
         receipt.expire_time.CopyFrom(convert.timestamp(wall + RECEIPT_TTL_S))
         # note: its receipt alone is kept, as bytes: the generation holds its call, with all that is in its frames.
-        self._ended[key] = _Ended(now, generation.state, receipt.SerializeToString())
-        while self._ended:
-            oldest, ended = next(iter(self._ended.items()))
-            if len(self._ended) <= _MAX_RECEIPTS and now - ended.at < RECEIPT_TTL_S:
-                break
-            del self._ended[oldest]
+        self._ended.put(*key, _Ended(now, generation.state, receipt.SerializeToString()))
+        self._ended.expire(lambda ended: now - ended.at >= RECEIPT_TTL_S)
 
     def cancel(self, owner: str, request_id: str) -> GenerationState:
         """Stop a generation and return the state it was found in. Raises REQUEST_NOT_FOUND."""
@@ -220,7 +217,7 @@ class LiveGenerations:
         live = self._live.get((owner, request_id))
         if live is not None:
             return live
-        ended = self._ended.get((owner, request_id))
+        ended = self._ended.get(owner, request_id)
         if ended is not None and time.monotonic() - ended.at < RECEIPT_TTL_S:
             return ended
         raise ServiceError(

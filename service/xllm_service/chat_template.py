@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xllm_service.template_sandbox import SandboxError, TemplateSandbox
+from xllm_service.template_sandbox import TemplateError, TemplateSandbox
 
 # Characters one rendering may put out beyond those that the messages hold.
 MAX_GROWTH = 4_000_000
@@ -83,12 +83,12 @@ class ChatTemplate:
 
     @property
     def problem(self) -> str:
-        """Why chat is off for this model; empty where it works. Compiles the template on first use."""
+        """Why chat is off for this model; empty where it works. Compiles the template on first use.
+
+        Raises SandboxUnavailableError where that cannot be found out now.
+        """
         if self._problem is None:
-            try:
-                problem = self._sandbox.problem()
-            except SandboxError as error:
-                return str(error)  # of this machine's, and it may pass
+            problem = self._sandbox.problem()
             self._problem = f"the model's chat template does not compile: {problem}" if problem else ""
         return self._problem
 
@@ -116,6 +116,7 @@ class ChatTemplate:
         Raises:
             TemplateUnusableError: the model has no usable template.
             TemplateRenderError: the template refused the messages, failed, or used up its budget.
+            SandboxUnavailableError: the process that renders does not start or does not answer.
         """
         if self.problem:
             raise TemplateUnusableError(self.problem)
@@ -142,7 +143,7 @@ class ChatTemplate:
             text = self._sandbox.render(context, MAX_GROWTH + size, size)
         except RecursionError:
             raise TemplateRenderError("the messages, tools or template arguments are nested too deeply") from None
-        except SandboxError as error:
+        except TemplateError as error:
             raise TemplateRenderError(str(error)) from None
         except (TypeError, ValueError) as error:
             raise TemplateRenderError(f"the template arguments are no JSON: {error}") from None

@@ -60,11 +60,15 @@ class Constraint:
     text: str = ""
     options: tuple[str, ...] = ()
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its text and options."""
+        return len(self.text.encode()) + sum(len(option.encode()) for option in self.options)
+
     def check(self) -> None:
         """Refuse what is too large or nested too deeply. Takes time linear in it. Raises ConstraintError."""
-        size = len(self.text.encode()) + sum(len(option.encode()) for option in self.options)
-        if size > MAX_CONSTRAINT_BYTES:
-            raise ConstraintError(f"expected at most {MAX_CONSTRAINT_BYTES} bytes, found {size}")
+        if self.size_bytes > MAX_CONSTRAINT_BYTES:
+            raise ConstraintError(f"expected at most {MAX_CONSTRAINT_BYTES} bytes, found {self.size_bytes}")
         if self.kind == "choice":
             self._check_options()
             return

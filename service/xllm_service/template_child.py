@@ -1,8 +1,8 @@
 """Renders one chat template: the program of the process that template_sandbox.py starts; nothing imports it.
 
-Frames go both ways over stdin and stdout, JSON behind a length of eight bytes. The first one brings the template and is
-answered with its problem; each further one brings a context and is answered with a text or an error. The environment
-is that of `transformers` (`apply_chat_template`); see chat_template.py.
+The first message brings the template and is answered with its problem, "" for none; each further one brings a context
+and is answered with a text or an error. The environment is that of `transformers` (`apply_chat_template`); see
+chat_template.py.
 
 A template is code from a stranger, and its instructions are not the only thing that costs: a few of them can double a
 list or a nesting fifty times over. So the kernel ends this process when a rendering takes more processor time or memory
@@ -12,11 +12,12 @@ than it may: whoever waits for the answer finds the pipe closed.
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import struct
 import sys
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Any
+
+sys.path.append(sys.argv[1])
+from xllm_service.sandbox_child import limited, serve
 
 # Instructions one rendering may take. A long conversation takes thousands; this is some tens of milliseconds.
 _FUEL = 1_000_000
@@ -72,29 +73,22 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _limited(seconds: float) -> None:
-    """End this process once it has worked for so long; 0 takes the limit away."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def _compile(environment: Any, source: str) -> str:
     """Return why the template cannot be used; empty when it can."""
-    _limited(_COMPILE_S)
     try:
-        environment.add_template("chat", source)
+        with limited(_COMPILE_S):
+            environment.add_template("chat", source)
     except Exception as error:
         return _first_line(error) or type(error).__name__
-    finally:
-        _limited(0)
     return ""
 
 
 def _render(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
     import minijinja
 
-    _limited(request["seconds"])
     try:
-        text = environment.render_template("chat", **request["context"])
+        with limited(request["seconds"]):
+            text = environment.render_template("chat", **request["context"])
     except _Refusal as refusal:
         return {"error": f"the model's chat template refused the messages: {refusal}"}
     except minijinja.TemplateError as error:
@@ -103,52 +97,27 @@ def _render(environment: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"the model's chat template failed: {_first_line(error)}"}
     except MemoryError:
         return {"error": "template budget used up: the chat template takes too much memory here"}
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except Exception as error:
         # note: from a filter of ours that the template called with unsuitable arguments.
         return {"error": f"the model's chat template failed: {type(error).__name__}: {error}"}
-    finally:
-        _limited(0)
     if len(text) > request["max_size"]:
         return {"error": f"template budget used up: the prompt has {len(text)} characters"}
     return {"text": text}
 
 
-def _read(pipe: BinaryIO) -> Any:
-    """Return the next frame; None at the end."""
-    head = pipe.read(8)
-    if len(head) < 8:
-        return None
-    data = pipe.read(struct.unpack("<Q", head)[0])
-    return json.loads(data)
-
-
-def _write(pipe: BinaryIO, message: Any) -> None:
-    data = json.dumps(message).encode()
-    pipe.write(struct.pack("<Q", len(data)) + data)
-    pipe.flush()
-
-
-def main() -> None:
-    """Serve one template until the pipe closes."""
-    sys.path.append(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
+def _prepare() -> Callable[[Any], Any]:
     environment = _environment()
-    template = _read(source)
-    if template is None:
-        return
-    _write(sink, {"problem": _compile(environment, template)})
-    while True:
-        try:
-            request = _read(source)
-        except RecursionError:
-            _write(sink, {"error": "the messages, tools or template arguments are nested too deeply"})
-            continue
-        if request is None:
-            return
-        _write(sink, _render(environment, request))
+    is_open = False
+
+    def answer(message: Any) -> Any:
+        nonlocal is_open
+        if is_open:
+            return _render(environment, message)
+        is_open = True
+        return _compile(environment, message)
+
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare, memory_bytes=_MEMORY_BYTES)

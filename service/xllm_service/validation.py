@@ -134,6 +134,11 @@ class RequestLimits:
     default_queue_s: float | None = None
     max_chat_messages: int = 4096
 
+    @property
+    def max_outputs(self) -> int:
+        """Most outputs of one request."""
+        return min(MAX_OUTPUTS, self.num_places)
+
 
 class Checker:
     """Collects what is wrong with the fields of one request."""

@@ -8,22 +8,16 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "backend/factory.h"
-#include "kvcache/kv_storage.h"
-#include "kvcache/prefix_cache.h"
-#include "model/batch.h"
+#include "forward_runner.h"
 #include "model/model.h"
-#include "model/transformer.h"
 
 namespace xllm {
 namespace {
 
 constexpr int kNumTokens = 41;
-constexpr int kBlockSize = 16;
 
 // Relative L2 error of a row of logits.
 //   raw           int8 activations and raw blocks: the release bound on tiny models
@@ -61,84 +55,6 @@ double relative_l2(const float *found, const float *expected, int size) {
   return std::sqrt(difference / norm);
 }
 
-// A model on a device, with a cache of its own.
-class Runner {
- public:
-  Runner(const Model &model, const ModelDims &dims, WeightForm form,
-         const BackendOptions &options = {}, KvType kv_type = KvType::kF16)
-      : backend_(make_backend(BackendKind::kCpu, options)),
-        weights_(backend_->load_weights(dims, model.tensors(), form, nullptr)),
-        workspace_(backend_->make_workspace(*weights_, 8)),
-        storage_(&backend_->allocator(), layout(dims, form, kv_type), 64),
-        cache_(64, kBlockSize, HashKey{}),
-        transformer_(backend_.get(), dims, weights_.get()) {}
-
-  struct Sequence {
-    std::vector<int32_t> ids;
-    BlockTable blocks{kBlockSize};
-    int num_done = 0;
-    std::vector<float> logits;  // of every row so far
-  };
-
-  // One step: `count` more tokens of each sequence, all their logits.
-  void step(const std::vector<Sequence *> &sequences, const std::vector<int> &counts) {
-    BatchBuilder builder;
-    builder.clear();
-    for (size_t s = 0; s < sequences.size(); ++s) {
-      Sequence &sequence = *sequences[s];
-      ASSERT_TRUE(cache_.extend(&sequence.blocks, sequence.num_done + counts[s]));
-      SequenceStep step;
-      step.token_ids =
-          Span<const int32_t>(sequence.ids)
-              .subspan(static_cast<size_t>(sequence.num_done), static_cast<size_t>(counts[s]));
-      step.first_position = sequence.num_done;
-      step.prompt_len = static_cast<int>(sequence.ids.size());
-      step.blocks = &sequence.blocks;
-      step.sampler_row = static_cast<int>(s);
-      step.num_logits = counts[s];
-      builder.add(step);
-    }
-    transformer_.forward(workspace_.get(), storage_.view(), builder.finish());
-    const float *row = backend_->host_logits(*workspace_);
-    const int vocab = transformer_.dims().vocab_size;
-    for (size_t s = 0; s < sequences.size(); ++s) {
-      const float *end = row + static_cast<ptrdiff_t>(counts[s]) * vocab;
-      sequences[s]->logits.insert(sequences[s]->logits.end(), row, end);
-      sequences[s]->num_done += counts[s];
-      row = end;
-    }
-  }
-
-  // Logits of every position of `ids`, computed `chunk` tokens at a time.
-  std::vector<float> logits(const std::vector<int32_t> &ids, int chunk) {
-    Sequence sequence;
-    sequence.ids = ids;
-    while (sequence.num_done < static_cast<int>(ids.size())) {
-      step({&sequence}, {std::min(chunk, static_cast<int>(ids.size()) - sequence.num_done)});
-    }
-    cache_.release_all(&sequence.blocks);
-    return sequence.logits;
-  }
-
- private:
-  static KvLayout layout(const ModelDims &dims, WeightForm form, KvType kv_type) {
-    KvLayout layout;
-    layout.type = form == WeightForm::kRaw ? kv_type : KvType::kF32;
-    layout.num_layers = dims.num_layers;
-    layout.num_kv_heads = dims.num_kv_heads;
-    layout.head_dim = dims.head_dim;
-    layout.block_size = kBlockSize;
-    return layout;
-  }
-
-  std::unique_ptr<Backend> backend_;
-  std::unique_ptr<WeightSet> weights_;
-  std::unique_ptr<Workspace> workspace_;
-  KvStorage storage_;
-  PrefixCache cache_;
-  Transformer transformer_;
-};
-
 double worst_error(const std::vector<float> &found, const std::vector<float> &expected) {
   EXPECT_EQ(found.size(), expected.size());
   double worst = 0;
@@ -157,35 +73,35 @@ class Forward : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(Forward, RawWeightsAgreeWithTheReference) {
-  Runner runner(model, model.dims(), WeightForm::kRaw);
+  ForwardRunner runner(model, model.dims(), WeightForm::kRaw);
   const double error = worst_error(runner.logits(case_tokens(), kNumTokens), expected);
   RecordProperty("worst_relative_l2", std::to_string(error));
   EXPECT_LE(error, kRawTolerance);
 }
 
 TEST_P(Forward, DequantizedWeightsAgreeWithTheReference) {
-  Runner runner(model, model.dims(), WeightForm::kDequantized);
+  ForwardRunner runner(model, model.dims(), WeightForm::kDequantized);
   EXPECT_LE(worst_error(runner.logits(case_tokens(), kNumTokens), expected), kDequantizedTolerance);
 }
 
 TEST_P(Forward, TheOtherRotationDoesNot) {
   ModelDims wrong = model.dims();
   wrong.rope.is_neighbor = !wrong.rope.is_neighbor;
-  Runner runner(model, wrong, WeightForm::kRaw);
+  ForwardRunner runner(model, wrong, WeightForm::kRaw);
   EXPECT_GT(worst_error(runner.logits(case_tokens(), kNumTokens), expected), 5 * kRawTolerance);
 }
 
 TEST_P(Forward, ChunksAndNeighboursLeaveEveryByteAsItWas) {
   for (const WeightForm form : {WeightForm::kRaw, WeightForm::kDequantized}) {
-    Runner runner(model, model.dims(), form);
+    ForwardRunner runner(model, model.dims(), form);
     const std::vector<int32_t> ids = case_tokens();
     const std::vector<float> whole = runner.logits(ids, kNumTokens);
     for (const int chunk : {1, 7, 16}) {
       EXPECT_EQ(std::memcmp(runner.logits(ids, chunk).data(), whole.data(), whole.size() * 4), 0)
           << chunk;
     }
-    Runner::Sequence one;
-    Runner::Sequence two;
+    ForwardRunner::Sequence one;
+    ForwardRunner::Sequence two;
     one.ids = ids;
     two.ids = std::vector<int32_t>(ids.rbegin(), ids.rend());
     for (int i = 0; i < 5; ++i) runner.step({&two, &one}, {1 + i, 5});
@@ -209,24 +125,24 @@ class QuantizedKv : public ::testing::TestWithParam<KvBound> {
 
 TEST_P(QuantizedKv, KeepsTheBoundOfItsType) {
   const std::vector<float> expected = expected_logits("qwen3_yarn");
-  Runner runner(model, model.dims(), WeightForm::kRaw, {}, GetParam().type);
+  ForwardRunner runner(model, model.dims(), WeightForm::kRaw, {}, GetParam().type);
   const std::vector<float> found = runner.logits(case_tokens(), kNumTokens);
   EXPECT_LE(worst_error(found, expected), GetParam().tolerance);
   // It is not another type's cache.
-  Runner wider(model, model.dims(), WeightForm::kRaw);
+  ForwardRunner wider(model, model.dims(), WeightForm::kRaw);
   EXPECT_NE(wider.logits(case_tokens(), kNumTokens), found);
 }
 
 TEST_P(QuantizedKv, ChunksNeighboursAndInstructionSetsLeaveEveryByteAsItWas) {
   const std::vector<int32_t> ids = case_tokens();
-  Runner runner(model, model.dims(), WeightForm::kRaw, {}, GetParam().type);
+  ForwardRunner runner(model, model.dims(), WeightForm::kRaw, {}, GetParam().type);
   const std::vector<float> whole = runner.logits(ids, kNumTokens);
   for (const int chunk : {1, 7, 16}) {
     EXPECT_EQ(std::memcmp(runner.logits(ids, chunk).data(), whole.data(), whole.size() * 4), 0)
         << chunk;
   }
-  Runner::Sequence one;
-  Runner::Sequence two;
+  ForwardRunner::Sequence one;
+  ForwardRunner::Sequence two;
   one.ids = ids;
   two.ids = std::vector<int32_t>(ids.rbegin(), ids.rend());
   for (int i = 0; i < 5; ++i) runner.step({&two, &one}, {1 + i, 5});
@@ -234,7 +150,7 @@ TEST_P(QuantizedKv, ChunksNeighboursAndInstructionSetsLeaveEveryByteAsItWas) {
   EXPECT_EQ(std::memcmp(one.logits.data(), whole.data(), whole.size() * 4), 0);
   BackendOptions portable;
   portable.instruction_set = "scalar";
-  Runner scalar(model, model.dims(), WeightForm::kRaw, portable, GetParam().type);
+  ForwardRunner scalar(model, model.dims(), WeightForm::kRaw, portable, GetParam().type);
   EXPECT_EQ(std::memcmp(scalar.logits(ids, 9).data(), whole.data(), whole.size() * 4), 0);
 }
 

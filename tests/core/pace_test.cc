@@ -115,6 +115,10 @@ TEST(EstimateWait, CountsWhatLiesBefore) {
   EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 4 * 2 + 0.5);
   backlog.age_s = 9;
   EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 4 * 2 + 0.5);
+  backlog.seat_age_s = 11;  // seats that became free seldom, then, say nothing of now
+  EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 3.5);
+  backlog.seat_age_s = 9;
+  EXPECT_DOUBLE_EQ(estimate_wait_s(backlog, 500), 4 * 2 + 0.5);
   backlog.age_s = 11;  // else one bad figure would turn everybody away for good
   EXPECT_EQ(estimate_wait_s(backlog, 500), 0);
 }

@@ -87,11 +87,12 @@ class RecallBackend : public Backend {
     bool has_int8 = true;
     bool has_segments = false;
     bool samples_on_device = false;
-    std::atomic<int> num_ahead{0};   // steps that were started before the tokens of the one before
-    std::map<int, TokenPath> paths;  // of each position, as computed last; read while no step runs
-    std::atomic<int> num_loaded{0};  // weight sets
-    std::function<void()> on_load;   // called by the loop while it takes in what has come
-    std::atomic<int> most_rows{0};   // of any step
+    std::atomic<int> num_ahead{0};    // steps that were started before the tokens of the one before
+    std::map<int, TokenPath> paths;   // of each position, as computed last; read while no step runs
+    std::atomic<int> num_loaded{0};   // weight sets
+    std::function<void()> on_load;    // called by the loop while it takes in what has come
+    std::function<bool()> has_piece;  // asked before each piece of a load: whether there is one
+    std::atomic<int> most_rows{0};    // of any step
     std::atomic<int> most_seqs{0};
     std::atomic<int> num_copied_blocks{0};
     std::atomic<int> step_ms{0}, row_us{0};     // what a step, and a row of it, takes at least
@@ -128,9 +129,12 @@ class RecallBackend : public Backend {
   }
   std::unique_ptr<WeightSet> load_weights(
       const ModelDims &, const ModelTensors &, WeightForm form,
-      const std::function<void(uint64_t, uint64_t)> &) override {
+      const std::function<void(uint64_t, uint64_t)> &progress) override {
     ++control_->num_loaded;
     if (control_->on_load) control_->on_load();
+    while (control_->has_piece && control_->has_piece()) {
+      if (progress) progress(1, 2);
+    }
     return std::make_unique<Weights>(form);
   }
   std::unique_ptr<Workspace> make_workspace(const WeightSet &, int) override {

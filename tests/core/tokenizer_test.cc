@@ -596,6 +596,22 @@ TEST(Spm, AWrittenSpaceMarkIsASpaceAndControlNamesAreText) {
   EXPECT_EQ(std::count(ids.begin(), ids.end(), *tokenizer->eos()), 0);
 }
 
+// A name is not text in SentencePiece's alphabet: U+2581 in it is itself.
+TEST(Spm, ControlNamesKeepTheirCharacters) {
+  const std::string name = "<\uff5cend\u2581of\u2581sentence\uff5c>";
+  VocabBuilder builder = sentencepiece();
+  const int32_t end = builder.add(name, TokenType::kControl);
+  const auto tokenizer = builder.create();
+  EXPECT_EQ(tokenizer->find_special(name), end);
+  EXPECT_TRUE(tokenizer->is_end_of_generation(end));
+  EncodeOptions parse = plain();
+  parse.parse_special = true;
+  EXPECT_EQ(tokenizer->encode(name, parse), (Ids{end}));
+  DecodeOptions render;
+  render.render_special = true;
+  EXPECT_EQ(tokenizer->decode(Ids{end}, render), name);
+}
+
 // --- end of generation ---------------------------------------------------------------------------
 
 struct EndCase {

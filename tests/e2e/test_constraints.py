@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import jsonschema
 import pytest
 
 from tests.e2e.serving import eventually, is_idle, serving
+from tests.e2e.slot_calls import Slots, events, failure, text_of
 from tests.tools.make_tiny_gguf import make_tiny_gguf
 from tests.tools.schemas import heavy_schemas, hostile_schemas, random_schema
 from xllm_client import AsyncClient, DecodeMode, InvalidArgumentError, XllmError
-from xllm_client.v1 import generation_pb2
+from xllm_client.v1 import generation_pb2, generation_service_pb2, slot_pb2, slot_service_pb2
+from xllm_service.app import Server
+from xllm_service.constraints import Constraint, Matcher
 
 STOPPED = (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_CONSTRAINT_COMPLETE)
 FEW, MANY = 16, 500
@@ -261,3 +265,117 @@ async def test_decodes_of_slots_are_constrained_and_go_on_from_there(random_mode
         for slot in (*slots, lone):
             await slot.release()
         await eventually(lambda: is_idle(server))
+
+
+# ---- what is found out before anything is compiled, and what ends it meanwhile ----
+
+
+class HeldCompiler:
+    """Stands in the place of a server's compiler: notes what comes, and waits until a test lets it go on."""
+
+    def __init__(self, server: Server) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Event()
+        compilations = server.served.get("").engine.model._compilations
+        self._compile_one = compilations._compile_one
+        compilations._compile_one = self._compile
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        self.begun.append(constraint.text)
+        assert self.go_on.wait(60)
+        return self._compile_one(constraint)
+
+
+BATCHED, PER_SLOT = DecodeMode.BATCHED, DecodeMode.PER_SLOT
+DIGITS: Any = {"regex": "[0-9]{3}"}
+
+
+async def test_what_the_slot_or_the_engine_forbids_is_told_before_anything_is_compiled(
+    random_model: Path, tmp_path: Path
+) -> None:
+    async with serving(random_model, tmp_path, decode_mode="auto", max_slots=4) as (server, client):
+        compiler = HeldCompiler(server)
+        compiler.go_on.set()
+        slots = Slots(client)
+        batched, _ = await slots.acquire(decode_mode=DecodeMode.BATCHED)
+        per_slot, _ = await slots.acquire(decode_mode=DecodeMode.PER_SLOT)
+        works: dict[DecodeMode, Any] = {
+            BATCHED: lambda ref, **options: slots.batch([ref], constraint=DIGITS, **options),
+            PER_SLOT: lambda ref, **options: slots.decode(ref, constraint=DIGITS, **options),
+        }
+        for ref, mode, other in ((batched, BATCHED, PER_SLOT), (per_slot, PER_SLOT, BATCHED)):
+            empty = await failure(works[mode](ref))
+            assert (empty.code, empty.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SLOT_STATE")
+            assert (empty.metadata["slot"], empty.metadata["state"]) == (ref.name, "ACQUIRED")
+            await slots.prefill(ref)
+            wrong = await failure(works[other](ref))
+            assert wrong.reason == "DECODE_MODE_MISMATCH" and wrong.metadata["slot_mode"] == mode.name
+            plain = await failure(slots.any_decode(ref, other))
+            assert (plain.code, plain.reason, plain.metadata) == (wrong.code, wrong.reason, wrong.metadata)
+            invalid = await failure(works[other](ref, sampling={"temperature": -1.0}))
+            assert invalid.reason == "INVALID_FIELD", "what the request says comes before what the slot is"
+        asked: Any = {"limits": {"max_tokens": 3}, "constraint": DIGITS}
+        spec: Any = {"text": "x", "slot": per_slot, "decode_mode": int(DecodeMode.BATCHED), **asked}
+        request = generation_service_pb2.GenerateOnceRequest(spec=spec)
+        refused = await failure(client._call(client._generation.GenerateOnce, request))
+        assert refused.reason == "DECODE_MODE_MISMATCH"
+        await slots.release(batched)
+        assert (await failure(slots.batch([batched], constraint=DIGITS))).reason == "STALE_EPOCH"
+        assert compiler.begun == []
+        await slots.decode(per_slot, constraint=DIGITS)
+        assert compiler.begun == [DIGITS["regex"]]
+        await slots.release(per_slot)
+
+
+async def test_an_engine_of_another_mode_refuses_before_anything_is_compiled(
+    random_model: Path, tmp_path: Path
+) -> None:
+    async with serving(random_model, tmp_path) as (server, client):
+        compiler = HeldCompiler(server)
+        with pytest.raises(XllmError) as caught:
+            await client.generate_once("the", regex="ab", decode_mode=DecodeMode.PER_SLOT, timeout_s=20)
+        assert caught.value.reason == "DECODE_MODE_MISMATCH" and compiler.begun == []
+        compiler.go_on.set()
+
+
+@pytest.mark.parametrize("call_name", ["decode_slot", "decode_batch", "generate"])
+@pytest.mark.parametrize("way", ["deadline", "cancel", "disconnect"])
+async def test_a_call_whose_constraint_is_being_compiled_can_be_ended(
+    random_model: Path, tmp_path: Path, call_name: str, way: str
+) -> None:
+    async with serving(random_model, tmp_path, decode_mode="auto") as (server, client):
+        compiler = HeldCompiler(server)
+        slots = Slots(client)
+        mode = DecodeMode.PER_SLOT if call_name == "decode_slot" else DecodeMode.BATCHED
+        ref, _ = await slots.acquire(decode_mode=mode)
+        await slots.prefill(ref)
+        timeout = 0.5 if way == "deadline" else 60
+        options: Any = {"constraint": DIGITS}
+        if call_name == "decode_slot":
+            call: Any = client.slots.DecodeSlot(
+                slot_service_pb2.DecodeSlotRequest(ref=ref, options=options, request_id="r"), timeout=timeout
+            )
+        elif call_name == "decode_batch":
+            entries: Any = [{"ref": ref, "options": options}]
+            call = client.slots.DecodeBatch(
+                slot_service_pb2.DecodeBatchRequest(entries=entries, request_id="r"), timeout=timeout
+            )
+        else:
+            spec: Any = {"text": "x", "request_id": "r", **options}
+            call = client._generation.Generate(generation_service_pb2.GenerateRequest(spec=spec), timeout=timeout)
+        reading = asyncio.ensure_future(events(call))
+        await eventually(lambda: compiler.begun)
+        if way == "cancel":
+            await client.cancel("r")
+        elif way == "disconnect":
+            call.cancel()
+        with pytest.raises((XllmError, asyncio.CancelledError)):
+            await reading
+        await eventually(lambda: len(server.served.generations) == 0)
+        receipt = await client.get_generation("r")
+        states = {"deadline": generation_service_pb2.GENERATION_STATE_TIMED_OUT}
+        assert receipt.state == states.get(way, generation_service_pb2.GENERATION_STATE_CANCELLED)
+        assert (await slots.get(ref.name)).state == slot_pb2.SLOT_STATE_READY
+        compiler.go_on.set()
+        assert len(text_of(await slots.any_decode(ref, mode))) > 0
+        await slots.release(ref)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serving import server_process, stop
-from xllm_client import NO_RETRY, Client, UnavailableError
+from xllm_client import NO_RETRY, Client, UnavailableError, XllmError
 
 
 def serve_once(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -103,3 +104,28 @@ def test_the_log_holds_no_prompt_and_no_answer(endless_model: Path, tmp_path: Pa
     assert code == 0
     assert "GenerateOnce" in log
     assert "private" not in log and "CCCCCCCC" not in log
+
+
+def test_a_model_file_that_is_shortened_in_place_ends_the_server_in_words(random_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "in place.gguf"
+    model.write_bytes(random_model.read_bytes())
+    with server_process(model, tmp_path) as (process, endpoint), Client(endpoint, retry=NO_RETRY) as client:
+        client.generate_once("the", max_tokens=2)
+        os.truncate(model, 4096)
+        with pytest.raises(XllmError):
+            client.generate_once("another", max_tokens=2, timeout_s=60)
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 1, log
+        assert "the mapped file in place.gguf has been shortened while it was in use" in log
+        assert str(tmp_path) not in log.splitlines()[-1], "where it lies is the server's own business"
+
+
+def test_a_model_file_that_is_replaced_by_renaming_does_no_harm(random_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(random_model.read_bytes())
+    with server_process(model, tmp_path) as (process, endpoint), Client(endpoint, retry=NO_RETRY) as client:
+        before = client.generate_once("the", max_tokens=2).text
+        (tmp_path / "new").write_bytes(b"something else")
+        (tmp_path / "new").replace(model)
+        assert client.generate_once("the", max_tokens=2).text == before
+        assert stop(process)[0] == 0

@@ -136,3 +136,37 @@ async def test_time_that_a_client_did_not_read_is_told(endless_model: Path, tmp_
         slow = await generation.result()
         blocked = [result.timings.blocked_on_client.ToTimedelta().total_seconds() for result in (quick, slow)]
         assert blocked[1] > blocked[0]
+
+
+async def test_many_watchers_share_one_look_and_each_sees_what_is_for_it(random_model: Path, tmp_path: Path) -> None:
+    def lookers() -> int:
+        return sum(task.get_name() == "xllm-watch-slots" for task in asyncio.all_tasks())
+
+    async with serving(random_model, tmp_path, max_slots=3) as (server, client):
+        engine = server.served.get("").engine
+        looks = 0
+        look = engine.slots
+
+        def counted() -> list[Any]:
+            nonlocal looks
+            looks += 1
+            return look()
+
+        engine.slots = counted  # type: ignore[method-assign]
+        calls = [client.slots.WatchSlots(slot_service_pb2.WatchSlotsRequest()) for _ in range(20)]
+        for call in calls:
+            assert [slot.state for slot in (await call.read()).slots] == [FREE] * 3
+        assert lookers() == 1 and looks >= 20, "each one that comes has a look of its own"
+        looks = 0
+        slot = await client.acquire_slot()
+        for call in calls:
+            (changed,) = (await call.read()).slots
+            assert (changed.name, changed.state) == (slot.ref.name, slot_pb2.SLOT_STATE_ACQUIRED)
+        calls[0].cancel()
+        await eventually(lambda: server.gate.num_calls == 19)
+        await slot.release()
+        (changed,) = (await calls[1].read()).slots
+        assert changed.state in (FREE, slot_pb2.SLOT_STATE_CANCELLING) and lookers() == 1
+        for call in calls:
+            call.cancel()
+        await eventually(lambda: lookers() == 0 and is_idle(server))

@@ -50,6 +50,30 @@ void require(bool condition, const char *what) {
   std::abort();
 }
 
+// A chat template, or what may pass for one: it is scanned for what ends a turn.
+std::string make_template(Input *input) {
+  static constexpr const char *kParts[] = {"{{ ",       " }}",
+                                           "{% ",       " %}",
+                                           "{#",        "#}",
+                                           "if ",       "elif ",
+                                           "else",      "endif",
+                                           "for m",     "endfor",
+                                           "set x = ",  "'",
+                                           "\"",        "\\",
+                                           "(",         ")",
+                                           "==",        "!=",
+                                           "content",   "role",
+                                           "'user'",    "'assistant'",
+                                           "\n",        "add_generation_prompt",
+                                           "eos_token", "<|im_end|>"};
+  std::string out;
+  for (int left = input->byte() % 24; left > 0; --left) {
+    const uint8_t shape = input->byte();
+    out += shape < 200 ? kParts[shape % std::size(kParts)] : input->bytes(shape % 5);
+  }
+  return out;
+}
+
 std::unique_ptr<Tokenizer> make_tokenizer(Input *input) {
   const uint8_t kind = input->byte();
   const bool is_sentencepiece = kind % 4 == 0;
@@ -72,7 +96,8 @@ std::unique_ptr<Tokenizer> make_tokenizer(Input *input) {
   }
   builder.source.bos = input->byte() % 32;
   builder.source.eos = input->byte();
-  builder.source.chat_template = "";
+  const std::string chat_template = make_template(input);
+  builder.source.chat_template = chat_template;
   return builder.create();
 }
 

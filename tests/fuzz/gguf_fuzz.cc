@@ -4,9 +4,6 @@
 // With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined -DXLLM_LIBFUZZER) it is a target as
 // any other. Without, `gguf_fuzz [--mutate N] PATH...` runs every file of a corpus (folders are
 // walked), each also N times with damage drawn from a fixed seed.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,30 +17,10 @@
 #include "base/rng.h"
 #include "gguf/gguf.h"
 #include "gguf_exercise.h"
+#include "memory_file.h"
 
 namespace xllm {
 namespace {
-
-// A file in memory alone, for a reader that takes paths.
-class MemoryFile {
- public:
-  MemoryFile(const uint8_t *data, size_t size) : number_(::memfd_create("gguf", MFD_CLOEXEC)) {
-    if (number_ < 0) std::abort();
-    while (size > 0) {
-      const ssize_t written = ::write(number_, data, size);
-      if (written <= 0) std::abort();
-      data += written;
-      size -= static_cast<size_t>(written);
-    }
-  }
-  ~MemoryFile() { ::close(number_); }
-  MemoryFile(const MemoryFile &) = delete;
-  MemoryFile &operator=(const MemoryFile &) = delete;
-  std::string path() const { return "/proc/self/fd/" + std::to_string(number_); }
-
- private:
-  int number_;
-};
 
 // Whether the bytes opened. Aborts on an error that a file cannot be to blame for.
 bool run(const uint8_t *data, size_t size) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ async def test_the_right_token_is_let_in(serve: Serve, token_file: Path, engine:
 
 @pytest.mark.parametrize("servicer", [GenerationServicer, ModelServicer, AdminServicer, SlotServicer])
 def test_every_method_of_the_contract_is_served(servicer: type) -> None:
-    stub = servicer.__bases__[0]
+    (stub,) = (one for one in servicer.__mro__ if one.__module__.endswith("_pb2_grpc"))
     absent = [name for name, method in vars(stub).items() if callable(method) and getattr(servicer, name) is method]
     assert not absent
 
@@ -242,6 +243,20 @@ async def test_server_info_has_the_limits_in_force(client: AsyncClient, server: 
     assert admin_service_pb2.CAPABILITY_FORK_SLOT in info.capabilities
     assert info.limits.max_lease.ToTimedelta().total_seconds() == server.config.max_lease
     assert list(info.models) == ["fake"] and not info.is_draining
+
+
+@pytest.mark.parametrize(("max_queue", "most"), [(3, None), (4096, 128)])
+async def test_as_many_outputs_as_are_reported_are_accepted_and_no_more(
+    serve: Serve, engine: FakeEngine, max_queue: int, most: int | None
+) -> None:
+    engine.info = dataclasses.replace(engine.info, max_queue=max_queue)
+    engine.answer = ["ok"]
+    most = most or engine.info.max_slots + max_queue
+    async with serve() as (_, client):
+        assert (await client.server_info()).limits.max_outputs == most
+        assert len((await client.generate_once("x", num_outputs=most)).outputs) == most
+        with pytest.raises(InvalidArgumentError, match=str(most)):
+            await client.generate_once("x", num_outputs=most + 1)
 
 
 async def test_load_is_a_snapshot(client: AsyncClient, engine: FakeEngine) -> None:

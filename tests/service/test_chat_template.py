@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from xllm_service.chat_template import (
     TemplateRenderError,
     TemplateUnusableError,
 )
+from xllm_service.sandbox import SandboxUnavailableError
 
 CONTROL = ["<|im_start|>", "<|im_end|>", "</s>"]
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -158,6 +160,20 @@ def test_a_rendering_ends_after_its_time() -> None:
     after = os.times()
     spent = after.children_user + after.children_system - before.children_user - before.children_system
     assert spent < 1.0  # 100 ms, and the start of the process
+
+
+def test_a_rendering_that_waits_without_end_is_given_up_and_says_nothing_about_the_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert joined(template.render(user("x"))) == "x"
+    process = template._sandbox.process
+    assert process.process_id is not None
+    os.kill(process.process_id, signal.SIGSTOP)
+    process.answer_s = 0.05
+    with pytest.raises(SandboxUnavailableError, match=r"gave no answer in 0\.05 s; retry later"):
+        template.render(user("x"))
+    process.answer_s = 30
+    assert joined(template.render(user("x"))) == "x"
+    template.close()
 
 
 def test_a_closed_template_leaves_no_process_and_can_be_used_again() -> None:

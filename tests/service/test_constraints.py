@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +11,6 @@ from typing import Any
 import pytest
 
 from tests.tools.schemas import heavy_schemas, hostile_schemas, random_schema
-from xllm_service import constraint_sandbox
-from xllm_service.constraint_sandbox import ConstraintSandbox, SandboxUnavailableError
 from xllm_service.constraints import MAX_CONSTRAINT_BYTES, Constrained, Constraint, ConstraintCompiler, ConstraintError
 
 END = 256
@@ -210,42 +204,3 @@ def test_what_no_output_satisfies_is_refused_in_plain_words(
 def test_the_schema_that_is_true_lets_any_json_through(compiler: ConstraintCompiler) -> None:
     for text in ("12", '"x"', "[1, {}]"):
         assert accepts(compiler, Constraint("json_schema", "true"), text)
-
-
-@pytest.fixture
-def sandbox() -> Iterator[ConstraintSandbox]:
-    sandbox = ConstraintSandbox()
-    yield sandbox
-    sandbox.close()
-
-
-def grammar() -> str:
-    return Constraint("regex", "ab").grammar()
-
-
-def test_a_process_that_does_not_start_is_no_fault_of_the_constraint(
-    sandbox: ConstraintSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", no_memory)
-        with pytest.raises(SandboxUnavailableError, match=r"does not start: Cannot allocate memory; retry later"):
-            sandbox.problem(grammar(), {})
-    assert sandbox.problem(grammar(), {}) == ""
-
-
-def test_a_process_that_waits_without_an_answer_is_ended_and_followed_by_another(
-    sandbox: ConstraintSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert sandbox.problem(grammar(), {}) == ""
-    process = sandbox._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(constraint_sandbox, "_ANSWER_S", 0.05)
-        with pytest.raises(SandboxUnavailableError, match=r"no answer in 0\.05 s; retry later"):
-            sandbox.problem(grammar(), {})
-    assert process.returncode == -signal.SIGKILL
-    assert sandbox.problem(grammar(), {}) == ""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import subprocess
+import time
 from typing import Any
 
 import grpc
@@ -26,7 +30,9 @@ from xllm_client import (
     XllmError,
 )
 from xllm_client.v1 import generation_pb2, generation_service_pb2, sampling_pb2
+from xllm_service.admission import MAX_RECEIPTS, RECEIPT_TTL_S, LiveGeneration, LiveGenerations
 from xllm_service.app import Server
+from xllm_service.errors import ServiceError
 
 
 async def events_of(generation: Any) -> list[tuple[str, Any]]:
@@ -243,6 +249,46 @@ async def test_no_tokenizer_leaves_token_ids(serve: Serve, engine: FakeEngine) -
         assert (await client.generate_once([5])).text == "ok"
 
 
+async def test_without_a_process_to_render_it_a_conversation_may_be_tried_again(
+    serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_processes(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    engine.answer = ["ok"]
+    ask = [{"role": "user", "content": "x"}]
+    async with serve() as (_, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", no_processes)
+            for call in (client.chat_once(ask), client.render_chat(ask)):
+                with pytest.raises(UnavailableError, match=r"does not start: .*; retry later") as caught:
+                    await call
+                assert caught.value.reason == "RENDERER_UNAVAILABLE" and caught.value.retry_delay_s
+        assert (await client.chat_once(ask)).text == "ok"
+
+
+async def test_a_process_that_dies_in_its_imports_is_no_fault_of_the_template_or_the_constraint(
+    serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def without_packages(command: list[str], **options: Any) -> Any:
+        return start([*command[:-1], "/nowhere"], **options)
+
+    engine.answer = ["ok"]
+    ask = [{"role": "user", "content": "x"}]
+    async with serve() as (_, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", without_packages)
+            with pytest.raises(UnavailableError, match=r"ModuleNotFoundError \(minijinja\)") as caught:
+                await client.chat_once(ask)
+            assert caught.value.reason == "RENDERER_UNAVAILABLE"
+            with pytest.raises(UnavailableError, match=r"ModuleNotFoundError \(llguidance\)") as caught:
+                await client.generate_once("x", regex="ab")
+            assert caught.value.reason == "COMPILER_UNAVAILABLE"
+        assert (await client.chat_once(ask)).text == "ok"
+
+
 async def test_a_template_that_refuses_gives_its_own_words(serve: Serve) -> None:
     async with serve(info={"chat_template": "{{ raise_exception('only users') }}"}) as (_, client):
         with pytest.raises(InvalidArgumentError, match="only users") as caught:
@@ -429,6 +475,27 @@ async def test_a_receipt_has_the_usage_of_a_call_that_was_cut_short(
     assert receipt.status_code != 0
     assert (receipt.usage.num_prompt_tokens, receipt.usage.num_generated_tokens) == (5, 1)
     assert not receipt.outputs
+
+
+async def test_one_principal_pushes_out_no_receipt_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    generations = LiveGenerations()
+
+    def end_one(owner: str, request_id: str) -> None:
+        generation = LiveGeneration(request_id, owner, b"", lambda: None)
+        generations.add(generation)
+        generations.remove(generation, grpc.StatusCode.OK)
+
+    end_one("quiet", "mine")
+    for number in range(MAX_RECEIPTS + 10):
+        end_one("busy", str(number))
+    assert generations.receipt("quiet", "mine").request_id == "mine"
+    assert generations.receipt("busy", "10").request_id == "10"
+    with pytest.raises(ServiceError):
+        generations.receipt("busy", "9")
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + RECEIPT_TTL_S + 1)
+    end_one("later", "one")
+    assert len(generations._ended) == 1, "receipts are gone once their time is over"
 
 
 async def test_an_unknown_receipt_is_not_found(client: AsyncClient) -> None:

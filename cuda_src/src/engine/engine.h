@@ -12,8 +12,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -124,6 +126,10 @@ class Engine {
   };
 
   void load_lane(DecodeMode mode);
+  void load_parked();
+  std::optional<Error> load_by_pieces(DecodeMode mode);
+  void step_between_pieces();
+  double slice_s() const;
   Lane *find_lane(DecodeMode mode) const;
   const WeightSetPlan &lane_plan(DecodeMode mode) const;
   void check_lane(DecodeMode mode, int num_prompt);
@@ -146,6 +152,7 @@ class Engine {
   void wait_for_masks();
   void step();
   void take_inbox();
+  void begin(Request *request);
   void end_late_requests(double now_s);
   void begin_on_slot(Request *request);
   void fork_slot(const Fork &fork);
@@ -187,6 +194,10 @@ class Engine {
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::unordered_map<uint64_t, std::unique_ptr<Request>> requests_;
   std::vector<Sequence> holdings_;  // per slot: what an acquired one holds while no call runs in it
+  std::vector<uint64_t> parked_;    // requests whose lane is not loaded yet
+  bool is_loading_ = false;         // a step runs between two pieces of a load
+  double slice_start_s_ = 0;        // of a load, since the last step between
+  std::exception_ptr failure_meanwhile_;  // what has ended such a step
   std::vector<Event> new_events_;
   int64_t num_ended_ = 0;        // since the last publish
   bool has_progress_ = false;    // the last step did something: the next one may, too
@@ -196,6 +207,7 @@ class Engine {
   EngineStats totals_;          // counters
   double seat_freed_s_ = -1;    // when a seat last became free while others waited for one
   double seat_interval_s_ = 0;  // between two such moments, of late
+  double seat_noted_s_ = 0;     // when that was last measured
 
   // Between callers and the loop.
   mutable std::mutex inbox_mutex_;
@@ -216,6 +228,7 @@ class Engine {
   EngineStats snapshot_;
   Backlog backlogs_[3];        // by DecodeMode; with what is in the inbox left out
   double measured_s_[3] = {};  // when their rates were measured
+  double seat_measured_s_ = 0;
 
   mutable std::mutex
       slots_mutex_;  // may be taken with inbox_mutex_ held, never the other way round
@@ -223,7 +236,8 @@ class Engine {
 
   std::atomic<uint64_t> num_steps_{0};
   std::atomic<int64_t> heartbeat_ns_{0};
-  std::atomic<uint32_t> loaded_modes_{0};                                     // bit per DecodeMode
+  std::atomic<uint32_t> loaded_modes_{0};  // bit per DecodeMode
+  std::atomic<uint32_t> loading_mode_{0};  // likewise, while it takes memory
   std::atomic<const Lane *> batched_lane_{nullptr}, per_slot_lane_{nullptr};  // once loaded
 
   EventQueue events_;

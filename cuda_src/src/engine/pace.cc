@@ -11,7 +11,7 @@ constexpr int kFewestRows = 8;     // or a long prompt would never be done
 constexpr int kFirstRows = 8;      // while nothing is known
 constexpr double kNewest = 0.3;    // weight of the newest figure in an average
 constexpr int kTellingRows = 64;   // a step of fewer takes about as long as one of as many
-constexpr double kLifeS = 10;      // of a measured rate
+constexpr double kLifeS = 10;      // of a measured rate or interval
 constexpr int kFastestGrowth = 2;  // from step to step: an estimate may be wrong
 
 double average(double old, double newest) {
@@ -50,7 +50,8 @@ double estimate_wait_s(const Backlog &backlog, int num_prompt) {
   const double own_s = num_prompt / backlog.prefill_rate;
   const double before_s = static_cast<double>(backlog.num_rows) / backlog.prefill_rate;
   const int num_seats_missing = backlog.num_waiting + 1 - backlog.num_free_slots;
-  const double seat_s = num_seats_missing > 0 ? num_seats_missing * backlog.seat_interval_s : 0;
+  const bool knows_seats = num_seats_missing > 0 && backlog.seat_age_s <= kLifeS;
+  const double seat_s = knows_seats ? num_seats_missing * backlog.seat_interval_s : 0;
   return std::max(before_s, seat_s) + own_s;
 }
 

@@ -47,6 +47,7 @@ struct Backlog {
   double prefill_rate = 0;     // rows per second
   double seat_interval_s = 0;  // between two seats becoming free while all are taken; 0: unknown
   double age_s = 0;            // since the rate was measured
+  double seat_age_s = 0;       // since the interval was
 };
 
 // Seconds until its prompt of so many tokens would be computed; 0 where nothing is known, or no

@@ -162,10 +162,12 @@ void Vocab::add_token(const VocabSource &source, size_t index) {
     }
     bytes_.push_back(static_cast<char>(byte));
     if (byte_tokens_[byte] < 0) byte_tokens_[byte] = id;
+  } else if (type == TokenType::kControl || type == TokenType::kUnknown) {
+    bytes_.append(token);
   } else if (is_sentencepiece) {
     is_spelled = is_spelled && token.find(' ') == std::string_view::npos;
     append_unescaped(token, &bytes_);
-  } else if (is_special(type) || !is_spelled) {
+  } else if (type == TokenType::kUserDefined || !is_spelled) {
     bytes_.append(token);
   } else {
     is_spelled = append_alphabet_bytes(token, &bytes_);

@@ -1,8 +1,8 @@
 // The vocabulary: ids to pieces and types, and pieces to ids.
 //
 // Pieces are kept as the raw bytes they stand for: GPT-2's byte alphabet is mapped back, U+2581
-// becomes a space, <0x0A> becomes that byte. Names of CONTROL, USER_DEFINED and UNKNOWN tokens are
-// kept as they are.
+// becomes a space, <0x0A> becomes that byte. Names of CONTROL and UNKNOWN tokens are kept as they
+// are; so are those of USER_DEFINED ones, but for SentencePiece's U+2581, which its text has, too.
 #pragma once
 
 #include <cstdint>

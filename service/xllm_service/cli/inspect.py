@@ -43,6 +43,15 @@ def inspect(model: options.ModelArgument, *, as_json: options.JsonFlag = False, 
         _print(found)
 
 
+def _template_problem(model: Model) -> str:
+    from xllm_service.sandbox import SandboxUnavailableError
+
+    try:
+        return model.chat_template.problem
+    except SandboxUnavailableError as error:
+        return f"not known: {error}"
+
+
 def describe(model: Model, config: ServeConfig) -> dict[str, Any]:
     """Return all of it as JSON values."""
     import json
@@ -59,7 +68,7 @@ def describe(model: Model, config: ServeConfig) -> dict[str, Any]:
     template = info.pop("chat_template")
     return {
         "model": info,
-        "chat_template": {"source": template, "problem": model.chat_template.problem},
+        "chat_template": {"source": template, "problem": _template_problem(model)},
         "metadata": [
             {"key": entry.key, "type": entry.type, "value": json.loads(entry.value_json)} for entry in model.metadata()
         ],

@@ -73,8 +73,9 @@ def run(
     with progress() as report:
         config = load_config(resolve_model(model, report), {**settings, "max_slots": 1})
 
-    from xllm_service.engine import open_engine, open_model
+    from xllm_service.engine import exit_on_lost_file, open_engine, open_model
 
+    exit_on_lost_file()
     with open_model(config.model, pretokenizer=config.pretokenizer) as opened, open_engine(opened, config) as engine:
 
         def answer(messages: Messages) -> ComputedGeneration:

@@ -48,7 +48,9 @@ def serve(
 
     from xllm_service import app, logs
     from xllm_service.cli.failures import Failure
+    from xllm_service.engine import exit_on_lost_file
 
+    exit_on_lost_file()
     logs.configure(in_effect.log_level, in_effect.log_format)
     print_settings(in_effect)
     try:

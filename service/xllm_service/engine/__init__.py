@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import cyengine
+from cyengine import exit_on_lost_file
 from cyengine.types import (
     AcceptedEvent,
     Candidate,
@@ -62,6 +63,7 @@ __all__ = [
     "build_id",
     "create_core",
     "engine_config",
+    "exit_on_lost_file",
     "open_engine",
     "open_model",
     "to_service_error",

@@ -17,12 +17,13 @@ from cyengine.types import EndToken, Fact, Metadata, ModelInfo, Plan, TensorInfo
 from xllm_service.answer_markers import find_markers, marker_ids
 from xllm_service.chat_template import ChatTemplate, Piece, TemplateRenderError, TemplateUnusableError
 from xllm_service.config import ServeConfig
-from xllm_service.constraint_sandbox import SandboxUnavailableError
 from xllm_service.constraints import Constraint, ConstraintCompiler, ConstraintError, Matcher
 from xllm_service.digest import FileDigest, shard_paths
+from xllm_service.engine.compilations import Compilations
 from xllm_service.engine.config import engine_config
 from xllm_service.engine.failures import translated
 from xllm_service.errors import Reason, ServiceError
+from xllm_service.sandbox import SandboxUnavailableError
 
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _UNUSED = 2, 3, 5
@@ -49,7 +50,7 @@ class Model:
         self._textless: frozenset[int] = frozenset()  # that no output ever has, or that give it no text
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="xllm-text")
         self._compiler: ConstraintCompiler | None = None
-        self._compile_worker = ThreadPoolExecutor(1, thread_name_prefix="xllm-constraint")
+        self._compilations = Compilations(self._compile)
         if self.info.has_tokenizer:
             self._read_vocabulary()
         self.markers = find_markers(self.info.chat_template)
@@ -68,7 +69,7 @@ class Model:
     def close(self) -> None:
         """Unmap the file; engines made from it go on. Waits for text that is being read."""
         self._workers.shutdown()
-        self._compile_worker.shutdown()
+        self._compilations.close()
         if self._compiler is not None:
             self._compiler.close()
         self.digest.stop()
@@ -170,7 +171,8 @@ class Model:
     ) -> list[Piece]:
         """Return the prompt of a conversation in pieces; `encode_pieces` makes ids of them.
 
-        Raises NO_CHAT_TEMPLATE where the model has none that works, TEMPLATE_REFUSED where it refuses the messages.
+        Raises NO_CHAT_TEMPLATE where the model has none that works, TEMPLATE_REFUSED where it refuses the messages,
+        RENDERER_UNAVAILABLE where the machine has nothing left to render it with.
         """
         try:
             return self.chat_template.render(
@@ -180,38 +182,40 @@ class Model:
             raise ServiceError(Reason.NO_CHAT_TEMPLATE, str(error)) from None
         except TemplateRenderError as error:
             raise ServiceError(Reason.TEMPLATE_REFUSED, str(error), field="chat.messages") from None
+        except SandboxUnavailableError as error:
+            raise ServiceError(Reason.RENDERER_UNAVAILABLE, str(error)) from None
 
     async def in_worker(self, work: Callable[[], _T]) -> _T:
         """Run what takes its time, such as reading a long text, in a thread of this model's own."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
-    async def compile(self, constraint: Constraint, field: str) -> Matcher:
-        """Return what follows an output that is constrained; one is compiled at a time, in a thread of its own.
+    async def compile(self, constraint: Constraint, field: str, owner: str) -> Matcher:
+        """Return what follows an output that is constrained, compiled in a thread by turns of principals.
 
         Raises INVALID_CONSTRAINT for a constraint that cannot be held to, NO_TOKENIZER where the model has no text,
-        COMPILER_UNAVAILABLE where the machine has nothing left to compile it with.
+        QUEUE_FULL where too many of this owner's wait, COMPILER_UNAVAILABLE where the machine has nothing left to
+        compile it with.
         """
-        work = functools.partial(self._compile, constraint, field)
-        return await asyncio.get_running_loop().run_in_executor(self._compile_worker, work)
-
-    def _compile(self, constraint: Constraint, field: str) -> Matcher:
         self.check_tokenizer()
-        ends = [end.token_id for end in self.end_tokens()]
-        if not ends:
+        if not self.end_tokens():
             raise ServiceError(
                 Reason.NO_TOKENIZER, "the model has no token that ends an output: leave constraint unset"
             )
         try:
             constraint.check()
-            if self._compiler is None:
-                pieces = [b"" if i in self._textless else piece for i, piece in enumerate(self._pieces)]
-                encode = functools.partial(self.encode, add_special=False)
-                self._compiler = ConstraintCompiler(pieces, self._control, ends, encode)
-            return self._compiler.compile(constraint)
+            return await self._compilations.get(owner, constraint)
         except ConstraintError as error:
             raise ServiceError(Reason.INVALID_CONSTRAINT, f"{field}: {error}", field=field) from None
         except SandboxUnavailableError as error:
             raise ServiceError(Reason.COMPILER_UNAVAILABLE, str(error)) from None
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        if self._compiler is None:
+            ends = [end.token_id for end in self.end_tokens()]
+            pieces = [b"" if i in self._textless else piece for i, piece in enumerate(self._pieces)]
+            encode = functools.partial(self.encode, add_special=False)
+            self._compiler = ConstraintCompiler(pieces, self._control, ends, encode)
+        return self._compiler.compile(constraint)
 
     @property
     def mask_bytes(self) -> int:

@@ -158,7 +158,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             max_stop_tokens=settings.MAX_STOP_TOKENS,
             max_logit_bias=settings.MAX_LOGIT_BIAS,
             max_top_logprobs=settings.MAX_TOP_LOGPROBS,
-            max_outputs=settings.MAX_OUTPUTS,
+            max_outputs=self._max_outputs(),
             max_constraint_bytes=MAX_CONSTRAINT_BYTES,
             max_chat_messages=config.max_chat_messages,
             max_lease=convert.duration(config.max_lease),
@@ -172,6 +172,11 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         if config.default_queue_time:
             limits.default_queue_time.CopyFrom(convert.duration(config.default_queue_time))
         return limits
+
+    def _max_outputs(self) -> int:
+        """What every engine takes: one with fewer seats and places in its queue takes no more than these."""
+        limits = [self._served.limits(hosted.engine).max_outputs for hosted in self._served.roster.loaded()]
+        return min(limits, default=settings.MAX_OUTPUTS)
 
 
 def _load(hosted: Hosted) -> admin_service_pb2.EngineLoad:

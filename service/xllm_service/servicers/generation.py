@@ -25,7 +25,7 @@ from xllm_service.servicers.prompt import cache_use, check_digest, compiled, rea
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.said import Said
 from xllm_service.servicers.served import Served
-from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot
+from xllm_service.servicers.slot_access import OwnedSlot, explained, owned_slot, settled
 from xllm_service.validation import DecodeChoices, validate
 
 
@@ -154,9 +154,15 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
             self._served, context, request_id=request.request_id, model=hosted.name, fingerprint=fingerprint
         ) as live:
             with _in_the_callers_words(call, spec, owned):
+                # What the request says, then what the engine and the slot are, then what costs something.
+                _mode(engine, owned, choices, call)
+                await check_digest(engine.model, request.expected_digest)
                 if owned is None:
                     engine.refuse_when_full()
-                await check_digest(engine.model, request.expected_digest)
+                else:
+                    if live.is_retry:
+                        await settled([owned])
+                    owned.require([SlotState.ACQUIRED, SlotState.READY], call)
                 read = await read_prompt(engine.model, request.prompt, "spec.", add_special=_is_first(owned))
                 prompt, chat = read.ids, request.prompt.chat
                 said = Said(engine.model, live, self._served.config.log_prompts)
@@ -183,7 +189,7 @@ class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
                         prompt, asked, bounds, num_outputs=num_outputs, cache=cache, on_stall=live.stalled
                     )
                 else:
-                    _mode(engine, owned, choices, call)
+                    owned = owned.now()
                     if choices.seed is None:  # drawn here, as the first event tells it before the decode begins
                         choices = replace(choices, seed=secrets.randbits(64))
                         asked = replace(asked, seed=choices.seed)

@@ -71,7 +71,8 @@ async def read_prompt(model: Model, prompt: PromptInput, path: str, *, add_speci
         add_special: for a text that does not say.
 
     Raises:
-        ServiceError: NO_TOKENIZER, NO_CHAT_TEMPLATE, TEMPLATE_REFUSED; INVALID_FIELD where there is no token at all.
+        ServiceError: NO_TOKENIZER, NO_CHAT_TEMPLATE, TEMPLATE_REFUSED, RENDERER_UNAVAILABLE; INVALID_FIELD where
+            there is no token at all.
     """
     if prompt.token_ids is not None:
         return Prompt(prompt.token_ids)
@@ -123,11 +124,11 @@ async def compiled(model: Model, choices: DecodeChoices, path: str, *, free_unti
         free_until: text that ends what comes in front of the constrained part; empty: nothing does.
 
     Raises:
-        ServiceError: INVALID_CONSTRAINT, NO_TOKENIZER.
+        ServiceError: INVALID_CONSTRAINT, NO_TOKENIZER, QUEUE_FULL, COMPILER_UNAVAILABLE.
     """
     constraint = choices.constraint
     if constraint is None:
         return choices
     field = f"{path}constraint.{constraint.kind}"
-    matcher = await model.compile(constraint, field)
+    matcher = await model.compile(constraint, field, principal.get())
     return replace(choices, constrained=Constrained(matcher, free_until, field))

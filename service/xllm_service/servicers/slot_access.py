@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xllm_client.v1 import slot_pb2
 from xllm_service.engine import DecodeMode, SlotInfo, SlotState
@@ -13,6 +15,10 @@ from xllm_service.interceptors import principal
 from xllm_service.servicers.ownership import Ownership, parse_slot_name, slot_name
 from xllm_service.servicers.roster import Hosted
 from xllm_service.servicers.served import Served
+
+_POLL_S = 0.01  # between looks at a slot that a call is about to leave
+_SETTLE_S = 5.0  # for it to do so; a step takes less
+_IN_A_CALL = frozenset({SlotState.PREFILLING, SlotState.DECODING, SlotState.CANCELLING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +34,43 @@ class OwnedSlot:
         own, wanted = self.info.decode_mode, DecodeMode(requested)
         if wanted in (DecodeMode.AUTO, own):
             return own
-        remedy = f"request {own.name} or AUTO, or acquire a slot in mode {wanted.name}"
-        raise ServiceError(
+        raise self._mode_mismatch(wanted, call, f"request {own.name} or AUTO, or acquire a slot in mode {wanted.name}")
+
+    def now(self) -> OwnedSlot:
+        """Return it as it is now. Raises SLOT_NOT_FOUND, once its engine has ended."""
+        info = self.hosted.engine.slot(self.info.slot)
+        if info is None:
+            raise no_slot(slot_name(self.hosted.name, self.info.slot))
+        return replace(self, info=info)
+
+    def require(self, states: Sequence[SlotState], call: str, *, mode: DecodeMode | None = None) -> None:
+        """Refuse what the engine would refuse now, before work is done that only an accepted call is worth.
+
+        The engine checks again as the call begins. Raises DECODE_MODE_MISMATCH, SLOT_STATE, STALE_EPOCH, LEASE_LOST.
+        """
+        info = self.now().info
+        name = slot_name(self.hosted.name, info.slot)
+        is_ours = info.epoch == self.ownership.slot.epoch and info.is_acquired and info.lease_left_s > 0
+        if not is_ours or info.state in (SlotState.FREE, SlotState.CANCELLING):
+            # The engine alone knows how an ownership has ended. A lease that still runs stays as it is.
+            self.hosted.engine.renew(self.ownership.slot, max(info.lease_left_s, 1e-3))
+        if mode not in (None, info.decode_mode):
+            calls = "per-slot" if info.decode_mode is DecodeMode.PER_SLOT else "batched"
+            remedy = f"decode this slot with the {calls} calls, or acquire one in mode {mode.name}"
+            raise self._mode_mismatch(mode, call, remedy)
+        if info.state not in states:
+            names = " or ".join(state.name for state in states)
+            is_empty = info.state is SlotState.ACQUIRED
+            remedy = "prefill it first" if is_empty else "wait for the call that runs in it, or cancel it"
+            raise ServiceError(
+                Reason.SLOT_STATE,
+                f"{call}: {name}: expected {names}, found {info.state.name}; {remedy}",
+                metadata={"slot": name, "state": info.state.name, "call": call},
+            )
+
+    def _mode_mismatch(self, wanted: DecodeMode, call: str, remedy: str) -> ServiceError:
+        own = self.info.decode_mode
+        return ServiceError(
             Reason.DECODE_MODE_MISMATCH,
             f"{call}: the slot decodes {own.name}, the call asks for {wanted.name}; {remedy}",
             metadata={
@@ -70,6 +111,15 @@ def owned_slot(served: Served, ref: slot_pb2.SlotRef, path: str = "ref") -> Owne
     if not ownership.is_of(principal.get(), ref.secret):
         raise _foreign(ref.name)
     return OwnedSlot(hosted, ownership, info)
+
+
+async def settled(entries: Sequence[OwnedSlot]) -> None:
+    """Wait for a call that is being replaced to leave its slots, which takes it a step."""
+    deadline = time.monotonic() + _SETTLE_S
+    while time.monotonic() < deadline:
+        if not any(one.now().info.state in _IN_A_CALL for one in entries):
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 def no_slot(name: str) -> ServiceError:
@@ -120,6 +170,16 @@ def explained(
         elif error.reason is Reason.SLOT_STATE:
             info = owned.hosted.engine.slot(owned.info.slot) or owned.info
             error.metadata |= {"state": info.state.name}
+        raise
+
+
+@contextlib.contextmanager
+def told_of_entry(index: int) -> Iterator[None]:
+    """Say of a refusal which entry of a batch it is about, as the engine does."""
+    try:
+        yield
+    except ServiceError as error:
+        error.metadata["entry"] = str(index)
         raise
 
 

@@ -1,6 +1,8 @@
 #include "backend/cpu/choose_kernels.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -11,10 +13,17 @@ namespace xllm::cpu {
 namespace {
 
 #if defined(__x86_64__)
+// note: by hand, because clang 14's __builtin_cpu_supports does not know the name. What the system
+// must save for it is what AVX2 needs.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 bool has_avx2() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() &&
+         __builtin_cpu_supports("bmi2");
 }
 
 bool has_avx512() {
