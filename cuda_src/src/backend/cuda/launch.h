@@ -26,6 +26,7 @@ struct Device {
   int attention_depth = 0;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
+  bool has_wgmma = false;  // of int8, in the build that runs
   bool has_dependent_launch = false;
   bool has_clusters = false;
 };

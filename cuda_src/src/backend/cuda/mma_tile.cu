@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "backend/cuda/matmul_kernels.h"
 #include "backend/cuda/mma_tile.cuh"
@@ -11,18 +12,25 @@ namespace {
 
 constexpr int kReservedSharedPerCta = 1024;  // taken by the system
 
-// What a kernel is compiled for.
+// What a kernel is compiled for: units of row_tiles tiles by 8 * groups tokens, each by unit_warps
+// warps; beside at most max_warps of them, copying_warps.
 struct Shape {
-  int row_tiles, groups, max_warps, ctas;
+  int row_tiles, groups, unit_warps, max_warps, copying_warps, ctas;
 };
-constexpr Shape kEight = {1, 1, 15, 1}, kSixteen = {1, 2, 15, 1}, kMany = {2, 4, 11, 1};
+constexpr Shape kEight = {1, 1, 1, 15, 1, 1}, kSixteen = {1, 2, 1, 15, 1, 1},
+                kMany = {2, 4, 1, 11, 1, 1}, kWide32 = {4, 4, 4, 16, 4, 1},
+                kWide64 = {4, 8, 4, 12, 4, 1};
+static_assert(kWide64.max_warps == wide_max_groups(8) * 4 && kWide64.row_tiles == kWideTiles, "");
+static_assert(kWide32.max_warps == wide_max_groups(4) * 4 && kWide32.row_tiles == kWideTiles, "");
 
 using TileKernel = void (*)(TileArgs);
 template <TileTypes kTypes>
 TileKernel kernel_of(const Shape &shape) {
-  return shape.row_tiles == 2 ? mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas>
-         : shape.groups == 1  ? mma_tile_kernel<kTypes, 1, 1, kEight.max_warps, kEight.ctas>
-                              : mma_tile_kernel<kTypes, 1, 2, kSixteen.max_warps, kSixteen.ctas>;
+  return shape.unit_warps == 4 && shape.groups == 8 ? wgmma_tile_kernel<8>
+         : shape.unit_warps == 4                    ? wgmma_tile_kernel<4>
+         : shape.row_tiles == 2 ? mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas>
+         : shape.groups == 1    ? mma_tile_kernel<kTypes, 1, 1, kEight.max_warps, kEight.ctas>
+                                : mma_tile_kernel<kTypes, 1, 2, kSixteen.max_warps, kSixteen.ctas>;
 }
 
 // Shared memory of a CTA.
@@ -31,30 +39,41 @@ int shared_limit(const Device &device, const Shape &shape) {
                   device.shared_bytes_per_sm / shape.ctas - kReservedSharedPerCta);
 }
 
-bool has_one_type(const MatmulArgs &args) {
-  for (int i = 1; i < args.num_segments; ++i)
-    if (args.segments[i].type != args.segments[0].type) return false;
-  return true;
+bool has_common_types(const MatmulArgs &args) {
+  bool is_common = true;
+  for (int i = 0; i < args.num_segments; ++i)
+    is_common = is_common && contains(TileTypes::kQ4KQ6K, args.segments[i].type);
+  return is_common;
 }
 
-Shape shape_of(const MatmulArgs &args) {
-  return args.num_tokens <= 8 ? kEight : args.num_tokens <= 16 ? kSixteen : kMany;
+// The shapes that can do it, the best of which is taken.
+std::vector<Shape> shapes_of(const Device &device, const MatmulArgs &args) {
+  // A unit of more than one tile has one type.
+  const bool is_mixed = args.epilogue == kSwiGlu && args.segments[0].type != args.segments[1].type;
+  if (args.num_tokens <= 8) return {kEight};
+  if (args.num_tokens <= 16 || is_mixed) return {kSixteen};
+  if (!device.has_wgmma || !has_common_types(args)) return {kMany};
+  if (args.num_tokens <= 32) return {kWide32};
+  return {kWide64, kWide32};
 }
 
 int shared_bytes(const TilePlan &plan, const Shape &shape, bool has_slots) {
   // A part of the tokens may reach past the groups that exist; what lies there is read, and left
   // alone.
   const int past = plan.token_parts * shape.groups - plan.token_groups;
-  const int slots =
-      has_slots ? tile_slot_floats(plan, shape.row_tiles, shape.groups) * 4 : 0;
+  const int slots = has_slots ? tile_slot_floats(plan, shape.row_tiles, shape.groups) * 4 : 0;
   return kTileBarrierBytes + plan.num_steps * tile_step_bytes(plan, shape.row_tiles) +
          std::max(slots, past * kActChunkBytes);
 }
 
-// Clocks of an SM, roughly: what a plan is chosen by.
+// Clocks of an SM, roughly: what a plan is chosen by. Measured on an H200.
+constexpr double kAlone = 1500, kAloneToken = 25, kTile = 60, kTileToken = 4;
+constexpr double kWideAlone = 700, kWideAloneToken = 40, kWideTile = 100, kWideTileToken = 3.2;
+constexpr double kStart = 1500, kPartial = 1e-3, kMemoryRate = 20, kSharedRate = 36;
 struct Cost {
   double clocks;
   TilePlan plan;
+  Shape shape;
 };
 
 // The best plan with item_slices slices to an item; clocks are infinite where there is none.
@@ -68,7 +87,7 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
         std::max(plan.slot_bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
     if (!is_swiglu) plan.num_units += tile_units_of(args.segments[i].num_tiles, shape.row_tiles);
   }
-  if (is_swiglu) plan.num_units = 2 * args.segments[0].num_tiles / shape.row_tiles;
+  if (is_swiglu) plan.num_units = tile_units_of(2 * args.segments[0].num_tiles, shape.row_tiles);
   plan.token_groups = (args.num_tokens + kActGroup - 1) / kActGroup;
   plan.token_parts = (plan.token_groups + shape.groups - 1) / shape.groups;
   plan.item_slices = item_slices;
@@ -76,10 +95,11 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
   const bool has_slots = item_parts == 1;
   const int round_steps = (args.num_chunks + args.num_slices - 1) / args.num_slices;
   const int most = shared_limit(device, shape);
-  Cost best = {1e30, plan};
+  Cost best = {1e30, plan, shape};
   for (int parallel = 1; parallel <= item_slices; ++parallel) {
     if (item_slices % parallel != 0) continue;
-    for (int units = 1; units * parallel * plan.token_parts <= shape.max_warps; ++units) {
+    const int warps = parallel * plan.token_parts * shape.unit_warps;  // of a unit
+    for (int units = 1; units * warps <= shape.max_warps; ++units) {
       if (is_swiglu && shape.row_tiles == 1 && units % 2 != 0) continue;
       plan.parallel_slices = parallel;
       plan.group_units = units;
@@ -100,77 +120,101 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
       }
       const int tiles = parallel * units * shape.row_tiles;
       const double weights = tiles * plan.slot_bytes, step = tile_step_bytes(plan, shape.row_tiles);
-      const double alone = 1500.0 + 200 * shape.row_tiles * shape.groups;  // a warp's chunk
-      const double together = tiles * (60 + 24.0 * plan.token_parts * shape.groups);
-      const double clocks = std::max(std::max(weights / 20, step / 36), std::max(alone, together));
-      const double start = 1500 + step / 20;
+      // A warp's chunk alone, and all of a step when they share an SM.
+      const double tokens = 8.0 * shape.groups;
+      const double alone = shape.unit_warps == 4 ? kWideAlone + kWideAloneToken * tokens
+                                                 : kAlone + kAloneToken * shape.row_tiles * tokens;
+      const double together = tiles * plan.token_parts *
+                              (shape.unit_warps == 4 ? kWideTile + kWideTileToken * tokens
+                                                     : kTile + kTileToken * tokens);
+      const double clocks =
+          std::max(std::max(weights / kMemoryRate, step / kSharedRate), std::max(alone, together));
+      const double start = kStart + step / 20;
       const double total = start + items * (rounds * clocks + 400) +
-                           (has_slots ? 0.0 : 1e-3 * args.num_slices * args.num_tokens * rows);
-      if (total < best.clocks) best = {total, plan};
+                           (has_slots ? 0.0 : kPartial * args.num_slices * args.num_tokens * rows);
+      if (total < best.clocks) best = {total, plan, shape};
     }
   }
   return best;
 }
 
-Cost plan_of(const Device &device, const MatmulArgs &args, const Shape &shape) {
-  return best_plan(device, args, shape, args.epilogue == kPartials ? 1 : args.num_slices);
+void set_divisors(const MatmulArgs &args, const Shape &shape, TilePlan *plan) {
+  plan->rounds = plan->item_slices / plan->parallel_slices;
+  plan->round_steps = (args.num_chunks + args.num_slices - 1) / args.num_slices;
+  plan->item_parts = args.num_slices / plan->item_slices;
+  plan->by_parts.set(plan->item_parts);
+  plan->by_tiles.set(plan->group_units * shape.row_tiles);
+  plan->by_token_groups.set(plan->token_groups);
+  plan->by_units.set(plan->group_units);
+  plan->by_token_parts.set(plan->token_parts);
+  for (int s = 0; s <= args.num_slices; ++s)
+    plan->slice_chunk[s] =
+        static_cast<int16_t>(slice_first_chunk(s, args.num_slices, args.num_chunks));
+}
+
+Cost plan_of(const Device &device, const MatmulArgs &args, int item_slices) {
+  Cost best = {};
+  for (const Shape &shape : shapes_of(device, args)) {
+    const Cost cost = best_plan(device, args, shape, item_slices);
+    if (best.clocks == 0 || cost.clocks < best.clocks) best = cost;
+  }
+  return best;
 }
 
 }  // namespace
 
 void prepare_tile(Device *device) {
-  for (const Shape &shape : {kEight, kSixteen, kMany}) {
+  for (const Shape &shape : {kEight, kSixteen, kMany, kWide32, kWide64}) {
     for (const TileKernel kernel :
          {kernel_of<TileTypes::kQ4KQ6K>(shape), kernel_of<TileTypes::kAll>(shape)}) {
       const void *of = reinterpret_cast<const void *>(kernel);
       check(cudaFuncSetAttribute(of, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  device->max_shared_bytes),
             "opt in to shared memory");
-      check(cudaFuncSetAttribute(of, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared),
-            "prefer shared memory");
+      prefer_shared_memory(of);
     }
   }
+  // Built for another architecture than sm_90a, the kernel has no body, and needs next to nothing.
+  cudaFuncAttributes wide = {};
+  check(cudaFuncGetAttributes(&wide, reinterpret_cast<const void *>(wgmma_tile_kernel<8>)),
+        "describe a kernel");
+  device->has_wgmma = device->compute_capability == 90 && wide.numRegs > 64;
 }
 
 void launch_mma_tile(const Launch &launch, const MatmulArgs &args) {
-  Shape shape = shape_of(args);
-  // A unit of two tiles has one type.
-  if (args.epilogue == kSwiGlu && shape.row_tiles == 2 && !has_one_type(args)) shape = kSixteen;
-  const int at_once = shape.row_tiles == 2 ? kMaxTileTokens : 8 * shape.groups;
-  bool is_common = true;
-  for (int i = 0; i < args.num_segments; ++i)
-    is_common = is_common && contains(TileTypes::kQ4KQ6K, args.segments[i].type);
+  const Device &device = *launch.device;
+  const Shape first_shape = shapes_of(device, args).front();
+  const int at_once = first_shape.row_tiles > 1 ? kMaxTileTokens : 8 * first_shape.groups;
   for (int first = 0; first < args.num_tokens; first += at_once) {
     TileArgs one = {args, {}};
     one.matmul.first_token = args.first_token + first;
     one.matmul.num_tokens = std::min(at_once, args.num_tokens - first);
-    const Cost cost = plan_of(*launch.device, one.matmul, shape);
+    const Cost cost = plan_of(device, one.matmul, args.epilogue == kPartials ? 1 : args.num_slices);
     if (cost.clocks > 1e29) {
       throw Error(Status::kUnimplemented,
                   "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
-                      std::to_string(launch.device->max_shared_bytes) +
-                      " bytes); use the CPU backend");
+                      std::to_string(device.max_shared_bytes) + " bytes); use the CPU backend");
     }
+    const Shape &shape = cost.shape;
     one.plan = cost.plan;
+    set_divisors(one.matmul, shape, &one.plan);
     const TilePlan &plan = one.plan;
-    const int warps = plan.parallel_slices * plan.group_units * plan.token_parts + 1;
-    launch_kernel(launch, "mma_tile",
-                  is_common ? kernel_of<TileTypes::kQ4KQ6K>(shape)
-                            : kernel_of<TileTypes::kAll>(shape),
-                  dim3(static_cast<unsigned>(std::min(plan.num_items, launch.device->num_sms))),
-                  static_cast<unsigned>(warps * kWarp),
-                  static_cast<size_t>(
-                      shared_bytes(plan, shape, plan.item_slices == args.num_slices)),
-                  one);
+    const int warps =
+        plan.parallel_slices * plan.group_units * plan.token_parts * shape.unit_warps +
+        shape.copying_warps;
+    launch_kernel(
+        launch, "mma_tile",
+        has_common_types(args) ? kernel_of<TileTypes::kQ4KQ6K>(shape)
+                               : kernel_of<TileTypes::kAll>(shape),
+        dim3(static_cast<unsigned>(std::min(plan.num_items, device.num_sms))),
+        static_cast<unsigned>(warps * kWarp),
+        static_cast<size_t>(shared_bytes(plan, shape, plan.item_slices == args.num_slices)), one);
   }
 }
 
 bool tile_wants_partials(const Device &device, const MatmulArgs &args) {
   if (args.epilogue == kSwiGlu || args.num_slices == 1) return false;
-  const Shape shape = shape_of(args);
-  return best_plan(device, args, shape, 1).clocks <
-         best_plan(device, args, shape, args.num_slices).clocks;
+  return plan_of(device, args, 1).clocks < plan_of(device, args, args.num_slices).clocks;
 }
 
 }  // namespace cuda

@@ -6,19 +6,21 @@
 // the activations, which all warps share. The first steps' weights are asked for before the
 // previous kernel has finished, activations, which it writes, after.
 //
-// A computing warp has kRowTiles tiles (a unit) of one slice by 8 * kGroups tokens; warp = (slice *
-// units + unit) * token parts + part. Each activation in shared memory thus serves kRowTiles tiles.
+// kUnitWarps computing warps have kRowTiles tiles (a unit) of one slice by 8 * kGroups tokens: one
+// warp, or, where wgmma multiplies, a warp group of four with a tile each. warp = ((slice * units +
+// unit) * token parts + part) * kUnitWarps + warp of the unit. Each activation that is read from
+// shared memory thus serves kRowTiles tiles.
 // Sums of slices meet in shared memory, in slots: slices that are worked on at the same time in one
 // each, to be added up at the end, others in a single one as they come. kPartials leaves them in
 // the output instead.
 //   shared  barriers, ring [steps] { tiles [slices][tiles][slot_bytes], activations
-//           [slices][groups][kActChunkBytes] }, slots [2 if several][slots][units * parts]
+//           [slices][groups][kActChunkBytes] }, slots [2 if several][slots][warps of a slice]
 //           [outputs of a lane][32] f32
 #pragma once
 
 #include "backend/cuda/matmul_args.cuh"
 #include "backend/cuda/ring_copies.cuh"
-#include "backend/cuda/tile_chunk.cuh"
+#include "backend/cuda/wgmma_chunk.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -35,9 +37,24 @@ struct TypeConstant {
 // The types that a kernel is compiled for: with all of them in one it grows slow to load.
 enum class TileTypes { kQ4KQ6K, kAll };
 XLLM_HOST_DEVICE constexpr bool contains(TileTypes set, int type) {
-  return set == TileTypes::kAll ? type < kNumTileTypes
-                                : type == kWeightQ4_K || type == kWeightQ6_K;
+  return set == TileTypes::kAll ? type < kNumTileTypes : type == kWeightQ4_K || type == kWeightQ6_K;
 }
+
+// Division of small numbers, without one.
+struct SmallDivisor {
+  uint32_t inverse;
+  int divisor;
+
+  XLLM_HOST_DEVICE void set(int d) {
+    inverse = d == 1 ? 0 : 0xffffffffu / static_cast<uint32_t>(d) + 1;
+    divisor = d;
+  }
+  // n / d for 0 <= n < 65536.
+  __device__ __forceinline__ int quotient(int n) const {
+    return divisor == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), inverse));
+  }
+  __device__ __forceinline__ int remainder(int n) const { return n - quotient(n) * divisor; }
+};
 
 // How a launch is cut; a matter of speed alone. Units are of kRowTiles tiles.
 struct TilePlan {
@@ -50,6 +67,11 @@ struct TilePlan {
   int slot_bytes;       // of a tile in a step
   int num_steps;        // of the ring
   int num_items;
+  // What would take divisions to find out.
+  int round_steps, rounds;  // of an item: of its longest slice's chunks
+  int item_parts;           // items of a group
+  SmallDivisor by_parts, by_tiles, by_token_groups, by_units, by_token_parts;
+  int16_t slice_chunk[kMaxSlices + 1];  // slice_first_chunk
 };
 
 struct TileArgs {
@@ -96,10 +118,9 @@ struct TileItem {
   int index, group, first_slice;
 
   __device__ __forceinline__ void set(const TileArgs &args, int i) {
-    const int parts = args.matmul.num_slices / args.plan.item_slices;
     index = i;
-    group = i / parts;
-    first_slice = i % parts * args.plan.item_slices;
+    group = args.plan.by_parts.quotient(i);
+    first_slice = (i - group * args.plan.item_parts) * args.plan.item_slices;
   }
 };
 
@@ -122,28 +143,30 @@ struct TileCopier {
     bytes = missing_bytes = first = end = to = 0;
     int slice = 0;
     if (lane < weights) {
-      slice = lane / tiles;
-      const int index = lane % tiles, unit = item.group * plan.group_units + index / kRowTiles;
+      slice = plan.by_tiles.quotient(lane);
+      const int index = lane - slice * tiles,
+                unit = item.group * plan.group_units + index / kRowTiles;
       TilePlace at;
       if (unit >= plan.num_units || !find_tile<kRowTiles>(matmul, unit, index % kRowTiles, &at))
         return;
       const MatmulSegment &segment = matmul.segments[at.segment];
       from = segment.tiles + at.tile * segment.tile_bytes;
       bytes = static_cast<int>(chunk_bytes(segment.type));
-      missing_bytes = static_cast<int>(static_cast<int64_t>(matmul.num_chunks) * bytes -
-                                       segment.tile_bytes);
+      missing_bytes =
+          static_cast<int>(static_cast<int64_t>(matmul.num_chunks) * bytes - segment.tile_bytes);
       to = lane * plan.slot_bytes;
     } else if (lane < weights + plan.parallel_slices * plan.token_groups) {
-      const int index = lane - weights, group = index % plan.token_groups;
-      slice = index / plan.token_groups;
+      const int index = lane - weights;
+      slice = plan.by_token_groups.quotient(index);
+      const int group = index - slice * plan.token_groups;
       from = matmul.act.chunk(matmul.first_token + group * kActGroup, 0);
       bytes = kActChunkBytes;
       to = weights * plan.slot_bytes + index * kActChunkBytes;
     }
     const int in_item = round * plan.parallel_slices + slice;
     if (in_item >= plan.item_slices) return;
-    first = slice_first_chunk(item.first_slice + in_item, matmul.num_slices, matmul.num_chunks);
-    end = slice_first_chunk(item.first_slice + in_item + 1, matmul.num_slices, matmul.num_chunks);
+    first = plan.slice_chunk[item.first_slice + in_item];
+    end = plan.slice_chunk[item.first_slice + in_item + 1];
   }
 
   // Bytes of this lane's copy for chunk `index` of its slice.
@@ -186,8 +209,7 @@ __device__ __forceinline__ void issue_copies(uint64_t *barrier, uint8_t *to, con
         __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(from), i));
     const auto target = reinterpret_cast<uint8_t *>(
         __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(to), i));
-    for (int at = lane * 16; at < bytes; at += kWarp * 16)
-      copy_async_16(target + at, source + at);
+    for (int at = lane * 16; at < bytes; at += kWarp * 16) copy_async_16(target + at, source + at);
   }
 #endif
 }
@@ -197,11 +219,6 @@ __device__ __forceinline__ void finish_copies(uint64_t *barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 #endif
-}
-
-// Steps of a round: chunks of its longest slice.
-__device__ __forceinline__ int tile_round_steps(const MatmulArgs &args) {
-  return (args.num_chunks + args.num_slices - 1) / args.num_slices;
 }
 
 struct TileRing {
@@ -219,32 +236,53 @@ struct TileRing {
   }
 };
 
-template <int kRowTiles>
-__device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, int lane) {
+// The ring, the same for all kernels.
+__device__ __forceinline__ TileRing ring_of(const TileArgs &args, uint8_t *shared, int row_tiles) {
+  TileRing ring;
+  ring.full = reinterpret_cast<uint64_t *>(shared);
+  ring.empty = ring.full + kTileMaxSteps;
+  ring.base = shared + kTileBarrierBytes;
+  ring.step_bytes = tile_step_bytes(args.plan, row_tiles);
+  ring.num_steps = args.plan.num_steps;
+  ring.step = 0;
+  ring.parity = 0;
+  return ring;
+}
+
+// By the copying warp. It makes the barriers itself, so as not to wait for anybody before its first
+// copies; `sync` makes them known to the others.
+template <int kRowTiles, typename Sync>
+__device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, int lane,
+                                           int computing_warps, const Sync &sync) {
   const TilePlan &plan = args.plan;
-  const int steps = tile_round_steps(args.matmul);
-  const int rounds = (plan.item_slices + plan.parallel_slices - 1) / plan.parallel_slices;
+  const int steps = plan.round_steps;
   const int weights = plan.parallel_slices * plan.group_units * kRowTiles;
   TileCopier copier;
   TileItem item;
   item.set(args, static_cast<int>(blockIdx.x));
   copier.set<kRowTiles>(args, item, 0, lane);
+  if (lane < ring.num_steps) {
+    init_barrier(ring.full + lane, stage_arrivals());
+    init_barrier(ring.empty + lane, computing_warps);
+    publish_barriers();
+  }
+  __syncwarp();
   const int early = min(steps, ring.num_steps);
   for (int i = 0; i < early; ++i) {
     const int size = copier.size(args.matmul, i);
     expect_copies(ring.full + i, size, lane);
-    if (lane >= weights) continue;
     issue_copies(ring.full + i, ring.base + i * ring.step_bytes + copier.to,
-                 copier.from + static_cast<int64_t>(copier.first + i) * copier.bytes, size, lane);
+                 copier.from + static_cast<int64_t>(copier.first + i) * copier.bytes,
+                 lane < weights ? size : 0, lane);
   }
-  __syncwarp();
+  sync();
   wait_for_previous_kernel();
   bool is_first_lap = true;
   for (int round = 0, done = 0;;) {
     for (int i = done; i < steps; ++i) {
       const int size = copier.size(args.matmul, i);
-      const bool is_early = i < early && is_first_lap && round == 0 &&
-                            item.index == static_cast<int>(blockIdx.x);
+      const bool is_early =
+          i < early && is_first_lap && round == 0 && item.index == static_cast<int>(blockIdx.x);
       if (!is_early) {
         if (!is_first_lap) wait_for_phase(ring.empty + ring.step, ring.parity ^ 1);
         expect_copies(ring.full + ring.step, size, lane);
@@ -256,7 +294,7 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
       ring.advance();
       if (ring.step == 0) is_first_lap = false;
     }
-    if (++round == rounds) {
+    if (++round == plan.rounds) {
       round = 0;
       if (item.index + static_cast<int>(gridDim.x) >= plan.num_items) return;
       item.set(args, item.index + static_cast<int>(gridDim.x));
@@ -268,23 +306,27 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
 // ---- the computing warps ----
 
 // One slice: `chunks` of them from `first`; the rest of the round's steps pass by.
-template <int kType, int kRowTiles, int kGroups>
+template <int kType, int kTiles, int kGroups, bool kIsWide>
 __device__ __forceinline__ void tile_slice(const MatmulArgs &args, TileRing *ring, int first,
-                                           int chunks, int steps,
-                                           const int (&tile_at)[kRowTiles], int acts_at, int lane,
-                                           float (&acc)[kRowTiles][kGroups][4]) {
+                                           int chunks, int steps, int tile_at, int slot_bytes,
+                                           int acts_at, int lane,
+                                           float (&acc)[kTiles][kGroups][4]) {
 #pragma unroll 1
   for (int i = 0; i < steps; ++i) {
     wait_for_phase(ring->full + ring->step, ring->parity);
     if (i < chunks) {
       const uint8_t *step = ring->base + ring->step * ring->step_bytes;
-      const uint8_t *tiles[kRowTiles];
+      const uint8_t *tiles[kTiles];
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) tiles[r] = step + tile_at[r];
+      for (int r = 0; r < kTiles; ++r) tiles[r] = step + tile_at + r * slot_bytes;
       const TileActs acts = {step + acts_at};
-      tile_chunk<kType, kRowTiles, kGroups>(
-          tiles, acts, min(kUnitsPerChunk, args.num_units - (first + i) * kUnitsPerChunk), lane,
-          acc);
+      if constexpr (kIsWide) {
+        wgmma_chunk<kType, kGroups>(tiles[0], acts, lane, acc[0]);
+      } else {
+        tile_chunk<kType, kTiles, kGroups>(
+            tiles, acts, min(kUnitsPerChunk, args.num_units - (first + i) * kUnitsPerChunk), lane,
+            acc);
+      }
     }
     __syncwarp();
     if (lane == 0) arrive(ring->empty + ring->step);
@@ -292,28 +334,26 @@ __device__ __forceinline__ void tile_slice(const MatmulArgs &args, TileRing *rin
   }
 }
 
-// Adds up a slice's sums in its slot, or leaves them in the output of kPartials.
-template <int kRowTiles, int kGroups>
-__device__ __forceinline__ void store_slice(const TileArgs &args, int slice, bool is_first,
-                                            const TilePlace (&at)[kRowTiles],
-                                            const bool (&has)[kRowTiles], int first_token,
-                                            float *slot, int lane,
-                                            const float (&acc)[kRowTiles][kGroups][4]) {
+// Adds up a slice's sums in its slot, or leaves them in the output of kPartials. `tile`: the first
+// of the warp's tiles.
+template <int kTiles, int kGroups>
+__device__ __forceinline__ void store_slice(const MatmulArgs &args, int slice, bool is_first,
+                                            const TilePlace &tile, int first_token, float *slot,
+                                            int lane, const float (&acc)[kTiles][kGroups][4]) {
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
+  for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      if (args.matmul.epilogue == kPartials) {
-        const MatmulSegment &segment = args.matmul.segments[at[r].segment];
+      if (args.epilogue == kPartials) {
+        const MatmulSegment &segment = args.segments[tile.segment];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int row = at[r].tile * kTileRows + g + 8 * (j >> 1);
+          const int row = (tile.tile + r) * kTileRows + g + 8 * (j >> 1);
           const int token = first_token + n * 8 + 2 * t + (j & 1);
-          if (has[r] && row < segment.num_rows && token < args.matmul.num_tokens) {
-            args.matmul.out[(static_cast<int64_t>(slice) * args.matmul.num_tokens + token) *
-                                args.matmul.out_stride +
-                            segment.out_row + row] = acc[r][n][j];
+          if (row < segment.num_rows && token < args.num_tokens) {
+            args.out[(static_cast<int64_t>(slice) * args.num_tokens + token) * args.out_stride +
+                     segment.out_row + row] = acc[r][n][j];
           }
         }
       } else {
@@ -327,69 +367,48 @@ __device__ __forceinline__ void store_slice(const TileArgs &args, int slice, boo
   }
 }
 
-// One slice of one type, from the ring to where its sums go.
-template <int kType, int kRowTiles, int kGroups>
-__device__ __forceinline__ void run_slice(const TileArgs &args, TileRing *ring, int slice,
-                                          bool is_first, int steps,
-                                          const int (&tile_at)[kRowTiles], int acts_at,
-                                          const TilePlace (&at)[kRowTiles],
-                                          const bool (&has)[kRowTiles], int first_token,
-                                          float *slot, int lane) {
-  const MatmulArgs &matmul = args.matmul;
-  const int first = slice_first_chunk(slice, matmul.num_slices, matmul.num_chunks);
-  const int end = slice_first_chunk(slice + 1, matmul.num_slices, matmul.num_chunks);
-  float acc[kRowTiles][kGroups][4] = {};
-  tile_slice<kType, kRowTiles, kGroups>(matmul, ring, first, end - first, steps, tile_at, acts_at,
-                                        lane, acc);
-  store_slice<kRowTiles, kGroups>(args, slice, is_first, at, has, first_token, slot, lane, acc);
-}
-
 __device__ __forceinline__ void sync_computing_warps(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
-template <TileTypes kTypes, int kRowTiles, int kGroups>
+template <TileTypes kTypes, int kRowTiles, int kGroups, int kUnitWarps>
 __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing ring, float *slots,
                                               int warp, int lane) {
   const TilePlan &plan = args.plan;
   const MatmulArgs &matmul = args.matmul;
-  constexpr int kOutputs = kRowTiles * kGroups * 4;
-  const int part = warp % plan.token_parts;
-  const int unit = warp / plan.token_parts % plan.group_units;
-  const int lane_slice = warp / plan.token_parts / plan.group_units;
+  constexpr int kTiles = kRowTiles / kUnitWarps;  // of a warp
+  constexpr int kOutputs = kTiles * kGroups * 4;  // of a lane
+  const int in_unit = warp % kUnitWarps;
+  const int units_before = plan.by_token_parts.quotient(warp / kUnitWarps);
+  const int part = warp / kUnitWarps - units_before * plan.token_parts;
+  const int own_slice = plan.by_units.quotient(units_before);
+  const int unit = units_before - own_slice * plan.group_units;
   const int first_token = part * kGroups * kActGroup;
-  const int steps = tile_round_steps(matmul);
-  const int rounds = (plan.item_slices + plan.parallel_slices - 1) / plan.parallel_slices;
-  const int places = plan.group_units * plan.token_parts;  // warps of a slice
-  const int place = unit * plan.token_parts + part;
+  const int steps = plan.round_steps;
+  const int places = plan.group_units * plan.token_parts * kUnitWarps;  // warps of a slice
+  const int place = (unit * plan.token_parts + part) * kUnitWarps + in_unit;
   const int tiles = plan.group_units * kRowTiles;
   const bool is_parallel = plan.parallel_slices > 1;
-  int tile_at[kRowTiles];
-#pragma unroll
-  for (int r = 0; r < kRowTiles; ++r)
-    tile_at[r] = (lane_slice * tiles + unit * kRowTiles + r) * plan.slot_bytes;
+  const int tile_at = (own_slice * tiles + unit * kRowTiles + in_unit * kTiles) * plan.slot_bytes;
   const int acts_at = plan.parallel_slices * tiles * plan.slot_bytes +
-                      (lane_slice * plan.token_groups + part * kGroups) * kActChunkBytes;
+                      (own_slice * plan.token_groups + part * kGroups) * kActChunkBytes;
 
   int set = 0;
-  TileItem item;
   for (int index = static_cast<int>(blockIdx.x); index < plan.num_items;
        index += static_cast<int>(gridDim.x)) {
+    TileItem item;
     item.set(args, index);
+    // The unit's first tile exists where the unit does; a later one may not, and is computed from
+    // whatever lies there, and left alone.
     const int product_unit = item.group * plan.group_units + unit;
-    TilePlace at[kRowTiles];
-    bool has[kRowTiles];
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      has[r] = product_unit < plan.num_units &&
-               find_tile<kRowTiles>(matmul, product_unit, r, &at[r]);
-      if (!has[r]) at[r] = {0, 0};
-    }
-    const int type = matmul.segments[at[0].segment].type;
+    const bool has_unit = product_unit < plan.num_units;
+    TilePlace tile = {0, 0};
+    if (has_unit) find_tile<kRowTiles>(matmul, product_unit, in_unit * kTiles, &tile);
+    const int type = matmul.segments[tile.segment].type;
     float *item_slots = slots + set * plan.item_slices * places * kOutputs * kWarp;
-    for (int round = 0; round < rounds; ++round) {
-      const int in_item = round * plan.parallel_slices + lane_slice;
-      if (!has[0] || in_item >= plan.item_slices) {
+    for (int round = 0; round < plan.rounds; ++round) {
+      const int in_item = round * plan.parallel_slices + own_slice;
+      if (!has_unit || in_item >= plan.item_slices) {
         for (int i = 0; i < steps; ++i) {
           wait_for_phase(ring.full + ring.step, ring.parity);
           if (lane == 0) arrive(ring.empty + ring.step);
@@ -398,30 +417,54 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
         continue;
       }
       const int slice = item.first_slice + in_item;
-      const bool is_first = is_parallel || in_item == 0;
-      float *slot = item_slots + ((is_parallel ? in_item : 0) * places + place) * kOutputs * kWarp;
       const auto run = [&](auto constant) {
         constexpr int kType = decltype(constant)::value;
         if constexpr (contains(kTypes, kType)) {
-          run_slice<kType, kRowTiles, kGroups>(args, &ring, slice, is_first, steps, tile_at,
-                                               acts_at, at, has, first_token, slot, lane);
+          const int first = plan.slice_chunk[slice], end = plan.slice_chunk[slice + 1];
+          float acc[kTiles][kGroups][4] = {};
+          tile_slice<kType, kTiles, kGroups, kUnitWarps == 4>(matmul, &ring, first, end - first,
+                                                              steps, tile_at, plan.slot_bytes,
+                                                              acts_at, lane, acc);
+          float *slot =
+              item_slots + ((is_parallel ? in_item : 0) * places + place) * kOutputs * kWarp;
+          store_slice<kTiles, kGroups>(matmul, slice, is_parallel || in_item == 0, tile,
+                                       first_token, slot, lane, acc);
         }
       };
       switch (type) {
-        case kWeightQ4_K: run(TypeConstant<kWeightQ4_K>()); break;
-        case kWeightQ6_K: run(TypeConstant<kWeightQ6_K>()); break;
-        case kWeightQ5_K: run(TypeConstant<kWeightQ5_K>()); break;
-        case kWeightQ8_0: run(TypeConstant<kWeightQ8_0>()); break;
-        case kWeightQ4_0: run(TypeConstant<kWeightQ4_0>()); break;
-        case kWeightQ4_1: run(TypeConstant<kWeightQ4_1>()); break;
-        case kWeightQ5_0: run(TypeConstant<kWeightQ5_0>()); break;
-        default: run(TypeConstant<kWeightQ5_1>()); break;
+        case kWeightQ4_K:
+          run(TypeConstant<kWeightQ4_K>());
+          break;
+        case kWeightQ6_K:
+          run(TypeConstant<kWeightQ6_K>());
+          break;
+        case kWeightQ5_K:
+          run(TypeConstant<kWeightQ5_K>());
+          break;
+        case kWeightQ8_0:
+          run(TypeConstant<kWeightQ8_0>());
+          break;
+        case kWeightQ4_0:
+          run(TypeConstant<kWeightQ4_0>());
+          break;
+        case kWeightQ4_1:
+          run(TypeConstant<kWeightQ4_1>());
+          break;
+        case kWeightQ5_0:
+          run(TypeConstant<kWeightQ5_0>());
+          break;
+        default:
+          run(TypeConstant<kWeightQ5_1>());
+          break;
       }
     }
     if (matmul.epilogue == kPartials) continue;
-    // The sums of an output: by the warps that share its tile, a part of the outputs each; gate and
-    // up in two units where a unit is one tile.
-    const bool has_pairs = matmul.epilogue == kSwiGlu && kRowTiles == 1;
+    // The sums of an output, by the warps that share its tile, a part of the outputs each. Gate and
+    // up are the two tiles of a warp, or those of two warps.
+    const bool is_swiglu = matmul.epilogue == kSwiGlu;
+    const bool has_pairs = is_swiglu && kTiles == 1;
+    const int pair_stride = kUnitWarps == 1 ? plan.token_parts : 1;  // in places
+    const int in_pair = has_pairs ? (kUnitWarps == 1 ? unit : in_unit) & 1 : 0;
     if (is_parallel || has_pairs) {
       sync_computing_warps(plan.parallel_slices * places * kWarp);
       set ^= is_parallel ? 1 : 0;
@@ -437,24 +480,23 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
     };
     const int g = lane >> 2, t = lane & 3;
     const int workers = plan.parallel_slices * (has_pairs ? 2 : 1);
-    const int worker = lane_slice + (has_pairs ? plan.parallel_slices * (unit & 1) : 0);
-    const bool is_swiglu = matmul.epilogue == kSwiGlu;
-    const int count = !has[0] ? 0 : is_swiglu && kRowTiles == 2 ? kOutputs / 2 : kOutputs;
-    const int gate_place = has_pairs ? place - (unit & 1) * plan.token_parts : place;
-    for (int output = worker; output < count; output += workers) {
+    const int count = !has_unit ? 0 : is_swiglu && !has_pairs ? kOutputs / 2 : kOutputs;
+    const int first_place = place - in_pair * pair_stride;
+    for (int output = own_slice + plan.parallel_slices * in_pair; output < count;
+         output += workers) {
       const int r = output / (kGroups * 4), n = output / 4 % kGroups, j = output & 3;
       const int token = first_token + n * 8 + 2 * t + (j & 1);
-      const int row = at[0].tile * kTileRows + r * kTileRows + g + 8 * (j >> 1);
+      const int row = (tile.tile + r) * kTileRows + g + 8 * (j >> 1);
       if (token >= matmul.num_tokens) continue;
-      float y = sum_of(gate_place, output);
+      const float y = sum_of(first_place, output);
       if (is_swiglu) {
-        const float up = kRowTiles == 2 ? sum_of(place, output + kOutputs / 2)
-                                        : sum_of(gate_place + plan.token_parts, output);
+        const float up = has_pairs ? sum_of(first_place + pair_stride, output)
+                                   : sum_of(place, output + kOutputs / 2);
         if (row >= matmul.segments[0].num_rows) continue;
         matmul.out[static_cast<int64_t>(matmul.first_token + token) * matmul.out_stride + row] =
             swiglu(y, up);
       } else {
-        finish_output(matmul, matmul.segments[at[0].segment], row, token, y);
+        finish_output(matmul, matmul.segments[tile.segment], row, token, y);
       }
     }
     if (has_pairs && !is_parallel) sync_computing_warps(places * kWarp);
@@ -470,32 +512,62 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarp, kCtas)
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) >> 5, 0);
   const int computing = static_cast<int>(blockDim.x) / kWarp - 1;
-  TileRing ring;
-  ring.full = reinterpret_cast<uint64_t *>(shared);
-  ring.empty = ring.full + kTileMaxSteps;
-  ring.base = shared + kTileBarrierBytes;
-  ring.step_bytes = tile_step_bytes(args.plan, kRowTiles);
-  ring.num_steps = args.plan.num_steps;
-  ring.step = 0;
-  ring.parity = 0;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < ring.num_steps; ++i) {
-      init_barrier(ring.full + i, stage_arrivals());
-      init_barrier(ring.empty + i, computing);
-    }
-    publish_barriers();
-  }
-  __syncthreads();
-  let_next_kernel_start();
+  const TileRing ring = ring_of(args, shared, kRowTiles);
+  const auto sync = [] {
+    __syncthreads();
+    let_next_kernel_start();
+  };
   if (warp == computing) {
-    copy_items<kRowTiles>(args, ring, lane);
+    copy_items<kRowTiles>(args, ring, lane, computing, sync);
     return;
   }
+  sync();
   // Its outputs may be what the previous kernel still reads.
   wait_for_previous_kernel();
-  compute_items<kTypes, kRowTiles, kGroups>(
+  compute_items<kTypes, kRowTiles, kGroups, 1>(
       args, ring, reinterpret_cast<float *>(ring.base + ring.num_steps * ring.step_bytes), warp,
       lane);
+}
+
+constexpr int kWideTiles = 4;
+// Warp groups that compute, at most. A CTA's registers are those that it starts with, 96 or 128 for
+// each thread, of which the copying group keeps 32: with 1 to 4 others that leaves them 112, with 1
+// to 3 of twice the tokens 160.
+XLLM_HOST_DEVICE constexpr int wide_max_groups(int token_groups) {
+  return token_groups == 4 ? 4 : 3;
+}
+
+template <int kGroups>
+__global__ void __launch_bounds__((wide_max_groups(kGroups) + 1) * 4 * kWarp, 1)
+    wgmma_tile_kernel(const __grid_constant__ TileArgs args) {
+#ifdef XLLM_HAS_WGMMA
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) >> 5, 0);
+  const int computing = static_cast<int>(blockDim.x) / kWarp - 4;
+  const TileRing ring = ring_of(args, shared, kWideTiles);
+  const auto sync = [] {
+    __syncthreads();
+    let_next_kernel_start();
+  };
+  if (warp >= computing) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (warp == computing)
+      copy_items<kWideTiles>(args, ring, lane, computing, sync);
+    else
+      sync();
+  } else {
+    if constexpr (kGroups == 4)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    else
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    sync();
+    wait_for_previous_kernel();
+    compute_items<TileTypes::kQ4KQ6K, kWideTiles, kGroups, 4>(
+        args, ring, reinterpret_cast<float *>(ring.base + ring.num_steps * ring.step_bytes), warp,
+        lane);
+  }
+#endif
 }
 
 }  // namespace cuda

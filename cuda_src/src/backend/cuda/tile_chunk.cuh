@@ -45,18 +45,52 @@ __device__ __forceinline__ uint32_t times_eight(uint32_t word) {
 // How the operands of the two planes are made.
 template <int kType>
 struct TileCodes {
-  static constexpr bool kIsUnsigned = WeightTile<kType>::kHasMin;
+  using Tile = WeightTile<kType>;
+  static constexpr bool kIsUnsigned = Tile::kHasMin;
+  static constexpr bool kHasFifth =
+      kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K;
   static constexpr bool kTwoSets = kType == kWeightQ8_0;
-  static constexpr int kOffset = WeightTile<kType>::kOffset;
+  static constexpr int kOffset = Tile::kOffset;
 
-  // Of both blocks of unit u: the operand of hi and that of lo, [step][register].
-  static __device__ __forceinline__ void load(const uint8_t *chunk, int u, int lane,
-                                              uint32_t (&hi)[2][4], uint32_t (&lo)[2][4]) {
-    using Tile = WeightTile<kType>;
+  // What a lane reads of unit u.
+  struct Raw {
+    uint4 low;
+    uint4 more;  // q8_0: of the second block; q6_k: two words; q5: one
+  };
+  static __device__ __forceinline__ Raw load_raw(const uint8_t *chunk, int u, int lane) {
     const uint8_t *base = Tile::kKQuant ? chunk : chunk + u * Tile::kUnitBytes;
     const int within = Tile::kKQuant ? u : 0;
+    Raw raw = {};
+    raw.low = *reinterpret_cast<const uint4 *>(base + within * 512 + lane * 16);
+    if constexpr (kType == kWeightQ8_0) {
+      raw.more = *reinterpret_cast<const uint4 *>(base + 512 + lane * 16);
+    } else if constexpr (kType == kWeightQ6_K) {
+      const uint2 w =
+          *reinterpret_cast<const uint2 *>(base + hi_offset(kType) + within * 256 + lane * 8);
+      raw.more.x = w.x;
+      raw.more.y = w.y;
+    } else if constexpr (kHasFifth) {
+      raw.more.x =
+          *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
+    }
+    return raw;
+  }
+
+  // Of both blocks of a unit: the operand of hi and that of lo, [step][register].
+  static __device__ __forceinline__ void operands(const Raw &raw, uint32_t (&hi)[2][4],
+                                                  uint32_t (&lo)[2][4]) {
+    const uint32_t words[4] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w};
     if constexpr (kType == kWeightQ6_K) {
-      Tile::load_codes(chunk, u, lane, hi);
+      constexpr uint32_t kCode = 0xfcfcfcfcu;
+      const uint32_t w4 = raw.more.x, w5 = raw.more.y;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) hi[0][i] = words[i] & kCode;
+      hi[1][0] = w4 & kCode;
+      hi[1][1] = w5 & kCode;
+      hi[1][2] = ((words[0] << 6) & 0xc0c0c0c0u) | ((words[1] << 4) & 0x30303030u) |
+                 ((words[2] << 2) & 0x0c0c0c0cu);
+      hi[1][3] =
+          ((words[3] << 6) & 0xc0c0c0c0u) | ((w4 << 4) & 0x30303030u) | ((w5 << 2) & 0x0c0c0c0cu);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -65,16 +99,13 @@ struct TileCodes {
               ((((hi[step][i] >> 2) & 0x3f3f3f3fu) ^ 0x20202020u) + 0x60606060u) ^ 0x80808080u;
       }
     } else if constexpr (kType == kWeightQ8_0) {
-      Tile::load_codes(chunk, u, lane, lo);
+      const uint32_t second[4] = {raw.more.x, raw.more.y, raw.more.z, raw.more.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        lo[0][i] = words[i];
+        lo[1][i] = second[i];
+      }
     } else {
-      const uint4 v = *reinterpret_cast<const uint4 *>(base + within * 512 + lane * 16);
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-      constexpr bool kHasFifth =
-          kType == kWeightQ5_0 || kType == kWeightQ5_1 || kType == kWeightQ5_K;
-      uint32_t fifth = 0;
-      if constexpr (kHasFifth)
-        fifth =
-            *reinterpret_cast<const uint32_t *>(base + hi_offset(kType) + within * 128 + lane * 4);
 #pragma unroll
       for (int reg = 0; reg < 4; ++reg) {
 #pragma unroll
@@ -87,13 +118,17 @@ struct TileCodes {
           uint32_t codes = (words[reg] >> (4 * step)) & 0x0f0f0f0fu;
           if constexpr (kHasFifth) {
             const int bit = 4 * step + reg;  // to bit 4
-            codes |= (bit <= 4 ? fifth << (4 - bit) : fifth >> (bit - 4)) & 0x10101010u;
+            codes |= (bit <= 4 ? raw.more.x << (4 - bit) : raw.more.x >> (bit - 4)) & 0x10101010u;
           }
           lo[step][reg] = less_offset<kOffset>(codes);
           hi[step][reg] = less_offset<8 * kOffset>(times_eight(codes));
         }
       }
     }
+  }
+  static __device__ __forceinline__ void load(const uint8_t *chunk, int u, int lane,
+                                              uint32_t (&hi)[2][4], uint32_t (&lo)[2][4]) {
+    operands(load_raw(chunk, u, lane), hi, lo);
   }
 
   // Sums of c q over a block, of the rows of the lane and its two tokens; for q4_k and step 1 twice
@@ -183,30 +218,87 @@ struct TileActs {
   }
 };
 
+// The scales of q4_k and q5_k of rows g and g + 8, [r8][block / 4] by byte; q4_k's even ones
+// doubled.
+template <int kType>
+__device__ __forceinline__ void load_block_scales(const uint8_t *tile, int g,
+                                                  uint32_t (&scales)[2][2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint4 w = *reinterpret_cast<const uint4 *>(tile + row_fields_offset(kType, g, r));
+    scales[r][0] = w.y & 0x3f3f3f3fu;
+    scales[r][1] = w.z & 0x3f3f3f3fu;
+    if (kType == kWeightQ4_K) {
+      scales[r][0] += w.y & 0x003f003fu;
+      scales[r][1] += w.z & 0x003f003fu;
+    }
+  }
+}
+
+// The float steps of a chunk of one tile of q4_k and q5_k; total: I, twice that for q4_k.
+template <int kType, int kGroups>
+__device__ __forceinline__ void finish_scaled(const uint8_t *tile, const TileActs &acts, int lane,
+                                              const int (&total)[kGroups][4],
+                                              float (&acc)[kGroups][4]) {
+  const int g = lane >> 2, t = lane & 3;
+  float d[2], dmin[2];
+  uint32_t minima[2];  // of blocks 2t and 2t + 1, each before a zero byte
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const RowFields f =
+        unpack_fields(*reinterpret_cast<const uint4 *>(tile + row_fields_offset(kType, g, r)));
+    d[r] = kType == kWeightQ4_K ? __fmul_rn(0.5f, f.d) : f.d;
+    dmin[r] = -f.dmin;
+    minima[r] =
+        __byte_perm((t & 2) == 0 ? f.minima[0] : f.minima[1], 0, (t & 1) == 0 ? 0x4140 : 0x4342);
+  }
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    const uint32_t sums = acts.sums(n, g, t);
+    int low[4], high[4];
+    mma_u8_u8_k16(low, minima[0], minima[1], sums);
+    mma_u8_s8_k16(high, minima[0] << 8, minima[1] << 8, sums);
+    const float2 dx = acts.scales(n, t);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float least = __int2float_rn(256 * high[j] + low[j]);
+      const float p =
+          __fmaf_rn(d[j >> 1], __int2float_rn(total[n][j]), __fmul_rn(dmin[j >> 1], least));
+      acc[n][j] = __fmaf_rn((j & 1) == 0 ? dx.x : dx.y, p, acc[n][j]);
+    }
+  }
+}
+
+// The same for q6_k.
+template <int kGroups>
+__device__ __forceinline__ void finish_half_scaled(const uint8_t *tile, const TileActs &acts,
+                                                   int lane, const int (&total)[kGroups][4],
+                                                   float (&acc)[kGroups][4]) {
+  const int g = lane >> 2, t = lane & 3;
+  const uint32_t both = *reinterpret_cast<const uint32_t *>(tile + kQ6SuperScaleOffset + g * 4);
+  const float d[2] = {half_bits_to_float(both), half_bits_to_float(both >> 16)};
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    const float2 dx = acts.scales(n, t);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      acc[n][j] = __fmaf_rn((j & 1) == 0 ? dx.x : dx.y,
+                            __fmul_rn(d[j >> 1], __int2float_rn(total[n][j])), acc[n][j]);
+    }
+  }
+}
+
 // q4_k and q5_k.
 template <int kType, int kRowTiles, int kGroups>
 __device__ __forceinline__ void scaled_chunk(const uint8_t *const (&tiles)[kRowTiles],
                                              const TileActs &acts, int lane,
                                              float (&acc)[kRowTiles][kGroups][4]) {
   using Codes = TileCodes<kType>;
-  constexpr bool kIsDoubled = kType == kWeightQ4_K;
-  const int g = lane >> 2, t = lane & 3, offset = TileActs::lane_offset(lane);
+  const int g = lane >> 2, offset = TileActs::lane_offset(lane);
   int total[kRowTiles][kGroups][4];
-  uint32_t scales[kRowTiles][2][2];  // [r8][block / 4]
+  uint32_t scales[kRowTiles][2][2];
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint4 w =
-          *reinterpret_cast<const uint4 *>(tiles[i] + row_fields_offset(kType, g, r));
-      scales[i][r][0] = w.y & 0x3f3f3f3fu;
-      scales[i][r][1] = w.z & 0x3f3f3f3fu;
-      if (kIsDoubled) {
-        scales[i][r][0] += w.y & 0x003f003fu;
-        scales[i][r][1] += w.z & 0x003f003fu;
-      }
-    }
-  }
+  for (int i = 0; i < kRowTiles; ++i) load_block_scales<kType>(tiles[i], g, scales[i]);
 #pragma unroll
   for (int u = 0; u < kUnitsPerChunk; ++u) {
     uint32_t hi[kRowTiles][2][4], lo[kRowTiles][2][4];
@@ -240,34 +332,8 @@ __device__ __forceinline__ void scaled_chunk(const uint8_t *const (&tiles)[kRowT
     }
   }
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-    float d[2], dmin[2];
-    uint32_t minima[2];  // of blocks 2t and 2t + 1, each before a zero byte
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const RowFields f = unpack_fields(
-          *reinterpret_cast<const uint4 *>(tiles[i] + row_fields_offset(kType, g, r)));
-      d[r] = kIsDoubled ? __fmul_rn(0.5f, f.d) : f.d;
-      dmin[r] = -f.dmin;
-      minima[r] = __byte_perm((t & 2) == 0 ? f.minima[0] : f.minima[1], 0,
-                              (t & 1) == 0 ? 0x4140 : 0x4342);
-    }
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      const uint32_t sums = acts.sums(n, g, t);
-      int low[4], high[4];
-      mma_u8_u8_k16(low, minima[0], minima[1], sums);
-      mma_u8_s8_k16(high, minima[0] << 8, minima[1] << 8, sums);
-      const float2 dx = acts.scales(n, t);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float least = __int2float_rn(256 * high[j] + low[j]);
-        const float p = __fmaf_rn(d[j >> 1], __int2float_rn(total[i][n][j]),
-                                  __fmul_rn(dmin[j >> 1], least));
-        acc[i][n][j] = __fmaf_rn((j & 1) == 0 ? dx.x : dx.y, p, acc[i][n][j]);
-      }
-    }
-  }
+  for (int i = 0; i < kRowTiles; ++i)
+    finish_scaled<kType, kGroups>(tiles[i], acts, lane, total[i], acc[i]);
 }
 
 // q6_k.
@@ -277,7 +343,7 @@ __device__ __forceinline__ void half_scaled_chunk(const uint8_t *const (&tiles)[
                                                   float (&acc)[kRowTiles][kGroups][4]) {
   constexpr int kType = kWeightQ6_K;
   using Codes = TileCodes<kType>;
-  const int g = lane >> 2, t = lane & 3, offset = TileActs::lane_offset(lane);
+  const int g = lane >> 2, offset = TileActs::lane_offset(lane);
   int total[kRowTiles][kGroups][4];
 #pragma unroll
   for (int u = 0; u < kUnitsPerChunk; ++u) {
@@ -287,8 +353,8 @@ __device__ __forceinline__ void half_scaled_chunk(const uint8_t *const (&tiles)[
       Codes::load(tiles[i], u, lane, hi[i], lo[i]);
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        scales[i][r] = *reinterpret_cast<const uint32_t *>(
-            tiles[i] + row_fields_offset(kType, g, r) + 4 * u);
+        scales[i][r] =
+            *reinterpret_cast<const uint32_t *>(tiles[i] + row_fields_offset(kType, g, r) + 4 * u);
     }
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -305,8 +371,8 @@ __device__ __forceinline__ void half_scaled_chunk(const uint8_t *const (&tiles)[
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
               const int factor = signed_byte(scales[i][j >> 1], 2 * step + h);
-              total[i][n][j] = u + step + h == 0 ? factor * dot[j]
-                                                 : factor * dot[j] + total[i][n][j];
+              total[i][n][j] =
+                  u + step + h == 0 ? factor * dot[j] : factor * dot[j] + total[i][n][j];
             }
           }
         }
@@ -314,21 +380,8 @@ __device__ __forceinline__ void half_scaled_chunk(const uint8_t *const (&tiles)[
     }
   }
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-    const uint32_t both =
-        *reinterpret_cast<const uint32_t *>(tiles[i] + kQ6SuperScaleOffset + g * 4);
-    const float d[2] = {half_bits_to_float(both), half_bits_to_float(both >> 16)};
-#pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
-      const float2 dx = acts.scales(n, t);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        acc[i][n][j] =
-            __fmaf_rn((j & 1) == 0 ? dx.x : dx.y,
-                      __fmul_rn(d[j >> 1], __int2float_rn(total[i][n][j])), acc[i][n][j]);
-      }
-    }
-  }
+  for (int i = 0; i < kRowTiles; ++i)
+    finish_half_scaled<kGroups>(tiles[i], acts, lane, total[i], acc[i]);
 }
 
 // The types with a d per block; num_units of the chunk exist.
@@ -366,8 +419,7 @@ __device__ __forceinline__ void blockwise_chunk(const uint8_t *const (&tiles)[kR
           Codes::multiply(hi[i][step], lo[i][step], b, dot);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            p[i][n][j] =
-                __fmaf_rn(scales[i].d[step][j >> 1], __int2float_rn(dot[j]), p[i][n][j]);
+            p[i][n][j] = __fmaf_rn(scales[i].d[step][j >> 1], __int2float_rn(dot[j]), p[i][n][j]);
             if (Tile::kHasMin)
               p[i][n][j] = __fmaf_rn(scales[i].m[step][j >> 1], s[j & 1], p[i][n][j]);
           }
