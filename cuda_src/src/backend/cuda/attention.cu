@@ -6,7 +6,6 @@
 #include "backend/cuda/attention_any.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/kv_pages.h"
-#include "backend/cuda/qkv_rows.cuh"
 
 namespace xllm::cuda {
 namespace {
@@ -103,7 +102,6 @@ void prepare_attention(const Device &device) {
     }
   }
   prefer_shared_memory(reinterpret_cast<const void *>(attention_any_kernel));
-  prefer_shared_memory(reinterpret_cast<const void *>(qkv_rows_kernel));
 }
 
 bool CudaBackend::finishes_rows(const CudaWorkspace &ws, const KvView &kv) const {

@@ -72,6 +72,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   prepare_matmul(&device_);
   prepare_rows();
   prepare_attention(device_);
+  prepare_qkv();
 }
 
 CudaBackend::~CudaBackend() {

@@ -5,6 +5,8 @@
 
 namespace xllm::cuda {
 
+void prepare_qkv() { prefer_shared_memory(reinterpret_cast<const void *>(qkv_rows_kernel)); }
+
 QkvArgs CudaBackend::qkv_args(const CudaWorkspace &ws, const CudaWeights &weights, int layer,
                               const KvView &kv) {
   const ModelDims &dims = weights.dims;
