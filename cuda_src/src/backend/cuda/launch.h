@@ -21,9 +21,8 @@ struct Device {
   // many CTAs an SM's shared memory is shared out. Speed only, never numbers.
   int ring_stages = 8;
   int few_ctas = 2;
-  // Slots of a warp of attention for keys and values on their way, 1, 2 or 4; 0: by the grid. Speed
-  // only.
-  int attention_depth = 0;
+  // Tiles of keys on their way per warp of attention, 1 or 2; 0: by the grid. Speed only.
+  int attention_stages = 0;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_wgmma = false;  // of int8, in the build that runs

@@ -11,6 +11,7 @@ constexpr int kQkvWarps = 8;
 // One warp per head; grid: x heads / 8, y tokens.
 __global__ void __launch_bounds__(kQkvWarps *kWarp)
     qkv_rows_kernel(const __grid_constant__ QkvArgs args) {
+  __shared__ float heads[kQkvWarps][kMaxHeadDim];
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int lane = static_cast<int>(threadIdx.x) & 31;
@@ -26,19 +27,15 @@ __global__ void __launch_bounds__(kQkvWarps *kWarp)
                         : head < args.num_heads + args.kv.num_kv_heads ? HeadKind::kKey
                                                                        : HeadKind::kValue;
   const auto factors = head_factors<kMaxHeadDim>(args, dim, kind, position);
-  float v[kMaxHeadDim / 128][4];
-  finish_head<kMaxHeadDim, false>(args, dim, kind, factors, from, v);
+  float v[kMaxHeadDim / kWarp];
+  finish_head<kMaxHeadDim>(args, dim, kind, factors, from, heads[warp], v);
   __half *to = kind == HeadKind::kQuery
                    ? args.q + (static_cast<int64_t>(row) * args.num_heads + head) * dim
                    : cache_row(args, row, head - args.num_heads, dim);
   if (to == nullptr) return;
 #pragma unroll
-  for (int k = 0; k < kMaxHeadDim / 128; ++k) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int i = 4 * lane + 128 * k + j;
-      if (i < dim) to[i] = __float2half_rn(v[k][j]);
-    }
+  for (int k = 0; k < kMaxHeadDim / kWarp; ++k) {
+    if (lane + kWarp * k < dim) to[lane + kWarp * k] = __float2half_rn(v[k]);
   }
 }
 
