@@ -1,12 +1,12 @@
 // Products of 1 to 4 tokens on tensor cores: reads each weight once, bound by memory.
 //
-// A CTA of up to 8 warps, one per SM, takes groups of tiles blockIdx.x, blockIdx.x + gridDim.x,
-// ...; a warp always the same slice of K of the same tile of a group (of a tile of gate and one of
-// up for kSwiGlu). Half an SM stays free: the next kernel's CTA waits there with its first weights
-// in shared memory. Each warp has a ring of stages of two chunks that runs on across groups,
-// filled by bulk copies. Slices are added up by one warp, another one for each group, while the
-// others are at the next group.
-//   shared  barriers, ring [warps][stages][2][chunk], activations (stage_few.cuh), partials
+// A CTA, one per SM, takes groups of tiles blockIdx.x, blockIdx.x + gridDim.x, ...; a warp always
+// the same slice of K of the same tile of a group. Half an SM stays free: the next kernel's CTA
+// waits there with its first weights in shared memory. Each warp has a ring of chunks that runs on
+// across groups, which its lanes fill by 16-byte copies of their own: nothing of it is shared
+// between warps, and its state is a pointer and a count. Slices are added up by one warp, another
+// one for each group, while the others are at the next group.
+//   shared  barriers, ring [warps][slots][chunk], activations (stage_few.cuh), partials
 //           [2][tiles][slices][kTokens][16]
 #pragma once
 
@@ -17,8 +17,9 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kFewMaxWarps = 8;
-constexpr int kFewMaxStages = 8;
+constexpr int kFewMaxWarps = kStageWarps;
+// Chunks of a warp's ring: what a kernel is compiled for.
+constexpr int kFewSlots = 2, kFewManySlots = 4;
 
 // The types that a kernel is compiled for: with all of them in one, registers run out.
 enum class TypeSet { kQ4KQ6K, kQ8_0, kAll };
@@ -32,311 +33,216 @@ XLLM_HOST_DEVICE constexpr bool contains(TypeSet set, int type) {
 struct FewArgs {
   MatmulArgs product;
   int num_groups;
-  int width;  // tiles of a group, pairs of tiles for kSwiGlu: a warp for each slice of each
-  int num_stages, chunk_bytes;      // of a warp's ring; of the largest type
+  int group_tiles;  // a warp for each slice of each; of gate and up in turn for kSwiGlu
+  int slot_bytes;   // of a warp's ring
+  int num_halves;   // of a slice, a warp each: 2 where half of the warps would have nothing to do
   int slice_first[kMaxSlices + 1];  // chunks
 };
 
-XLLM_HOST_DEVICE int few_barrier_bytes(int warps, int stages) {
-  return (warps * stages * 8 + 4 * 8 + 127) / 128 * 128;
+constexpr int kFewBarrierBytes = 128;
+// Places for slices: those that are not there hold -0, which changes no sum.
+XLLM_HOST_DEVICE int few_slice_places(int num_slices) { return num_slices <= 4 ? 4 : kMaxSlices; }
+// With halves, the second leaves p of each of its chunks, up to kHalfChunks, behind the slices.
+constexpr int kHalfChunks = 2;
+XLLM_HOST_DEVICE int few_tile_places(int num_slices, int num_halves) {
+  return few_slice_places(num_slices) * (num_halves == 2 ? 1 + kHalfChunks : 1);
 }
 // Of one of the two buffers.
-XLLM_HOST_DEVICE int few_partial_floats(int group_tiles, int num_slices, int tokens) {
-  return group_tiles * num_slices * tokens * kTileRows;
+XLLM_HOST_DEVICE int few_partial_floats(int group_tiles, int tile_places, int tokens) {
+  return group_tiles * tile_places * tokens * kTileRows;
 }
-XLLM_HOST_DEVICE int few_shared_bytes(int warps, int stages, int chunk_bytes, int num_chunks,
-                                      int group_tiles, int num_slices, int tokens) {
-  return few_barrier_bytes(warps, stages) + warps * stages * 2 * chunk_bytes +
-         few_acts_bytes(num_chunks, tokens) +
-         2 * few_partial_floats(group_tiles, num_slices, tokens) * 4;
-}
-
-// Tile `index` of the tiles of all segments, one after the other, or of both segments of a pair.
-// False past the last one.
-__device__ __forceinline__ bool find_tile(const MatmulArgs &args, bool is_pair, int index,
-                                          int *segment, int *tile) {
-  int s = 0;
-  if (!is_pair) {
-    while (s + 1 < args.num_segments && index >= args.segments[s].num_tiles)
-      index -= args.segments[s++].num_tiles;
-  }
-  *segment = s;
-  *tile = index;
-  return index < args.segments[s].num_tiles;
+XLLM_HOST_DEVICE int few_shared_bytes(int jobs, int slots, int slot_bytes, int num_chunks,
+                                      int group_tiles, int tile_places, int tokens) {
+  return kFewBarrierBytes + jobs * slots * slot_bytes + few_acts_bytes(num_chunks, tokens) +
+         2 * few_partial_floats(group_tiles, tile_places, tokens) * 4;
 }
 
-// A warp's work in a group: chunks [first, end) of one tile, or of two at once.
-struct FewJob {
-  bool is_pair;
-  int index;  // of the tile or pair in a group
-  int first, end;
+// One tile of the work, or none (tiles null). From constant indices, so that all of it stays in
+// registers that the warp has in common.
+struct FewTile {
+  const uint8_t *tiles;
+  int64_t tile_bytes;
+  int type, tile, num_rows, out_row;
 };
 
-// The ring of one warp and what it reads next.
+__device__ __forceinline__ FewTile tile_of_segment(const MatmulSegment &s, int tile) {
+  return {
+      tile < s.num_tiles ? s.tiles : nullptr, s.tile_bytes, s.type, tile, s.num_rows, s.out_row};
+}
+
+__device__ __forceinline__ FewTile few_tile(const FewArgs &few, int group, int index) {
+  const MatmulArgs &args = few.product;
+  const int at = group * few.group_tiles + index;
+  if (args.epilogue == kSwiGlu)
+    return tile_of_segment((index & 1) == 0 ? args.segments[0] : args.segments[1], at >> 1);
+  const int n0 = args.segments[0].num_tiles, n1 = n0 + args.segments[1].num_tiles;
+  if (args.num_segments == 1 || at < n0) return tile_of_segment(args.segments[0], at);
+  if (args.num_segments == 2 || at < n1) return tile_of_segment(args.segments[1], at - n0);
+  return tile_of_segment(args.segments[2], at - n1);
+}
+
+// The ring of one warp as one of its lanes sees it, and what the warp reads next.
+template <TypeSet kSet, int kSlots>
 struct FewRing {
-  uint8_t *base;
-  uint64_t *barriers;
-  int stage, num_stages, stage_bytes, chunk_bytes;
-  uint32_t parity;
-  // The cursor: chunks of the job still to come, 0: nothing more at all.
-  const uint8_t *from[2];
-  int left;
-  int bytes[2], missing_bytes[2];  // of a chunk; what the job's last one lacks, at the ragged end
+  // 16 bytes of each lane to a piece.
+  static constexpr int kPieces = kSet == TypeSet::kQ4KQ6K ? 7 : 9;
+  uint8_t *base;  // of the ring
+  int slot;       // the next one to be used
+  // The cursor, at this lane's 16 bytes: chunks of the job still to come, 0: nothing more at all.
+  const uint8_t *from;
+  int left, bytes, missing_bytes;  // of a chunk; what the job's last one lacks at the ragged end
   int group;
 
   // Moves the cursor to this warp's job in its group, or to none.
-  __device__ __forceinline__ void seek(const FewArgs &few, const FewJob &job) {
-    const MatmulArgs &args = few.product;
+  __device__ __forceinline__ void seek(const FewArgs &few, int index, int first, int end,
+                                       int lane) {
     left = 0;
-    int s = 0, tile = group * few.width + job.index;
-    if (group >= few.num_groups || !find_tile(args, job.is_pair, tile, &s, &tile)) return;
-    left = job.end - job.first;
-    point(args.segments[s], tile, job, 0);
-    if (job.is_pair) point(args.segments[1], tile, job, 1);
+    if (group >= few.num_groups) return;
+    const FewTile at = few_tile(few, group, index);
+    if (at.tiles == nullptr) return;
+    left = end - first;
+    bytes = static_cast<int>(chunk_bytes(at.type));
+    missing_bytes = static_cast<int>(max(int64_t{end} * bytes - at.tile_bytes, int64_t{0}));
+    from = at.tiles + at.tile * at.tile_bytes + first * bytes + lane * 16;
   }
 
-  __device__ __forceinline__ void point(const MatmulSegment &segment, int tile, const FewJob &job,
-                                        int which) {
-    const int size = static_cast<int>(xllm::cuda::chunk_bytes(segment.type));
-    const int64_t whole = static_cast<int64_t>(job.end) * size;
-    bytes[which] = size;
-    missing_bytes[which] = static_cast<int>(max(whole - segment.tile_bytes, int64_t{0}));
-    from[which] =
-        segment.tiles + tile * segment.tile_bytes + static_cast<int64_t>(job.first) * size;
-  }
-
-  // Asks for what the cursor stands at, into stage `to`, which the warp is done with.
-  __device__ __forceinline__ void fetch(const FewArgs &few, const FewJob &job, int to, int lane) {
-    if (left <= 0) return;
-    uint8_t *at = base + to * stage_bytes;
-    const int count = job.is_pair ? 1 : min(2, left);
-    left -= count;
-    const int size = count * bytes[0] - (left == 0 ? missing_bytes[0] : 0);
-    const int other = bytes[1] - (left == 0 ? missing_bytes[1] : 0);  // 0 but for a pair
-    expect_chunks(barriers + to, size + other, lane);
-    copy_chunk(at, from[0], size, barriers + to, lane);
-    from[0] += size;
-    if (job.is_pair) {
-      copy_chunk(at + chunk_bytes, from[1], other, barriers + to, lane);
-      from[1] += other;
-    }
-    chunks_asked(barriers + to);
-    if (left == 0) {
-      group += static_cast<int>(gridDim.x);
-      seek(few, job);
-    }
-  }
-};
-
-// What the steps of a job read besides weights.
-template <int kTokens>
-struct FewInput {
-  uint32_t codes, zeros;  // shared addresses
-  const uint8_t *sums;    // of the lane's token
-  const float *scales;    // of the lane's token
-  float factor;           // 1 / rms of the token's row, or 1
-  int num_units;          // of K
-
-  __device__ __forceinline__ uint32_t codes_of(int chunk) const {
-    return codes + chunk * few_codes_bytes(kTokens);
-  }
-  __device__ __forceinline__ const uint8_t *sums_of(int chunk) const {
-    return sums + chunk * few_sums_bytes(kTokens);
-  }
-  __device__ __forceinline__ float scale_of(int chunk) const {
-    return __fmul_rn(scales[chunk * kTokens], factor);
-  }
-  __device__ __forceinline__ int units_of(int chunk) const {
-    return min(kUnitsPerChunk, num_units - chunk * kUnitsPerChunk);
-  }
-};
-
-// One step of a job: the two chunks of a stage, the second of them of the next columns or of the
-// other tile. acc[tile][row of the lane].
-template <int kType, int kTokens>
-__device__ __forceinline__ void few_step(const uint8_t *stage, int second_at, bool is_pair,
-                                         bool has_second, int chunk, int lane,
-                                         const FewInput<kTokens> &in,
-                                         float (&acc)[2][FewLane<kTokens>::kRows]) {
-  constexpr int kRows = FewLane<kTokens>::kRows;
-  float p[2][kRows];
-  if (has_second) {  // one's loads and mmas while the other is scaled
-    const int other = is_pair ? chunk : chunk + 1;
-    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk), in.zeros,
-                              in.sums_of(chunk), p[0]);
-    few_chunk<kType, kTokens>(stage + second_at, in.units_of(other), lane, in.codes_of(other),
-                              in.zeros, in.sums_of(other), p[1]);
-    const float dx[2] = {in.scale_of(chunk), in.scale_of(other)};
+  // Asks for the chunk at the cursor, into slot `to`, which the warp is done with (it has called
+  // __syncwarp since). A group of copies for each call, empty at the end.
+  __device__ __forceinline__ void fetch(const FewArgs &few, int index, int first, int end, int to,
+                                        int lane) {
+    if (left > 0) {
+      left -= 1;
+      const int size = bytes - (left == 0 ? missing_bytes : 0) - lane * 16;
+      uint8_t *at = base + to * few.slot_bytes + lane * 16;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      acc[0][r] = __fmaf_rn(dx[0], p[0][r], acc[0][r]);
-      const float sum = __fmaf_rn(dx[1], p[1][r], is_pair ? acc[1][r] : acc[0][r]);
-      if (is_pair) {
-        acc[1][r] = sum;
-      } else {
-        acc[0][r] = sum;
+      for (int i = 0; i < kPieces; ++i) {
+        if (size > i * kWarp * 16) copy_async_16(at + i * kWarp * 16, from + i * kWarp * 16);
+      }
+      from += bytes;
+      if (left == 0) {
+        group += static_cast<int>(gridDim.x);
+        seek(few, index, first, end, lane);
       }
     }
-  } else {
-    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk), in.zeros,
-                              in.sums_of(chunk), p[0]);
-    const float dx = in.scale_of(chunk);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) acc[0][r] = __fmaf_rn(dx, p[0][r], acc[0][r]);
+    commit_copies();
   }
-}
 
-// The same for a type known at run time only, the same in the whole warp.
+  // The next chunk, once it is there.
+  __device__ __forceinline__ const uint8_t *next(const FewArgs &few) const {
+    wait_for_copies<kSlots - 1>();
+    __syncwarp();
+    return base + slot * few.slot_bytes;
+  }
+};
+
+// p of a chunk of a type known at run time only, the same in the whole warp.
 template <TypeSet kSet, int kTokens, int kType = 0, typename... Arguments>
-__device__ __forceinline__ void few_step_of(int type, Arguments &&...arguments) {
+__device__ __forceinline__ void few_chunk_of(int type, Arguments &&...arguments) {
   if constexpr (kType < kNumTileTypes) {
     if constexpr (contains(kSet, kType)) {
-      if (type == kType) return few_step<kType, kTokens>(arguments...);
+      if (type == kType) return few_chunk<kType, kTokens>(arguments...);
     }
-    few_step_of<kSet, kTokens, kType + 1>(type, arguments...);
+    few_chunk_of<kSet, kTokens, kType + 1>(type, arguments...);
   }
 }
 
-// All steps of the warp's job; types of the tile, or of both.
-template <TypeSet kSet, int kTokens>
-__device__ __forceinline__ void few_slice(const FewArgs &few, const FewJob &job,
-                                          const int (&types)[2], int lane,
-                                          const FewInput<kTokens> &in, FewRing *ring,
-                                          float (&acc)[2][FewLane<kTokens>::kRows]) {
-  const bool is_mixed = job.is_pair && types[0] != types[1];
-  const int step = job.is_pair ? 1 : 2;
-#pragma unroll 1
-  for (int chunk = job.first; chunk < job.end; chunk += step) {
-    wait_for_phase(ring->barriers + ring->stage, ring->parity);
-    const uint8_t *at = ring->base + ring->stage * ring->stage_bytes;
-    const int chunk_size =
-        job.is_pair ? ring->chunk_bytes : static_cast<int>(chunk_bytes(types[0]));
-    const bool has_second = job.is_pair ? !is_mixed : chunk + 1 < job.end;
-#pragma unroll 1
-    for (int tile = 0;; ++tile) {
-      few_step_of<kSet, kTokens>(tile == 0 ? types[0] : types[1], at, chunk_size, job.is_pair,
-                                 has_second, chunk, lane, in, acc);
-      if (!is_mixed) break;
-#pragma unroll
-      for (int r = 0; r < FewLane<kTokens>::kRows; ++r) {
-        const float other = acc[1][r];
-        acc[1][r] = acc[0][r];
-        acc[0][r] = other;
-      }
-      at += chunk_size;
-      if (tile == 1) break;
-    }
-    __syncwarp();
-    ring->fetch(few, job, ring->stage, lane);
-    if (++ring->stage == ring->num_stages) {
-      ring->stage = 0;
-      ring->parity ^= 1;
-    }
-  }
-}
-
-// What one lane of a warp that finishes 32 outputs of a group writes: asked for before the product
-// where no kernel writes it.
-struct FewOutput {
-  int column;  // of the output; < 0: there is none
-  float bias;
-};
-
-__device__ __forceinline__ FewOutput few_output(const FewArgs &few, int group, int row) {
-  const MatmulArgs &args = few.product;
-  FewOutput output = {-1, 0.0f};
-  int s, tile;
-  if (group >= few.num_groups || row >= few.width * kTileRows ||
-      !find_tile(args, args.epilogue == kSwiGlu, group * few.width + row / kTileRows, &s, &tile)) {
-    return output;
-  }
-  const int local = tile * kTileRows + row % kTileRows;
-  if (local >= args.segments[s].num_rows) return output;
-  output.column = args.segments[s].out_row + local;
-  if (args.bias != nullptr) output.bias = args.bias[output.column];
-  return output;
-}
-
-// ((p0 + p1) + p2) + ... of the slices that there are, from partials stride apart.
-__device__ __forceinline__ float sum_slices(const float *p, int stride, int num_slices) {
+// ((p0 + p1) + p2) + ... over the places for slices, `stride` floats apart.
+__device__ __forceinline__ float sum_slices(const float *p, int stride, int places) {
   float v[kMaxSlices];
 #pragma unroll
-  for (int i = 0; i < kMaxSlices; ++i) v[i] = i < num_slices ? p[i * stride] : 0.0f;
-  float y = v[0];
+  for (int i = 0; i < 4; ++i) v[i] = p[i * stride];
+  float y = __fadd_rn(__fadd_rn(__fadd_rn(v[0], v[1]), v[2]), v[3]);
+  if (places == 4) return y;
 #pragma unroll
-  for (int i = 1; i < kMaxSlices; ++i) y = i < num_slices ? __fadd_rn(y, v[i]) : y;
+  for (int i = 4; i < kMaxSlices; ++i) v[i] = p[i * stride];
+#pragma unroll
+  for (int i = 4; i < kMaxSlices; ++i) y = __fadd_rn(y, v[i]);
   return y;
 }
 
-template <int kTokens, TypeSet kSet>
+// The same where slices are halved: the first half's sum goes on with the second's chunks. scales:
+// of the token.
+template <int kTokens>
+__device__ __forceinline__ float sum_halves(const FewArgs &few, const float *p, int stride,
+                                            int places, const float *scales, float factor) {
+  float y = 0.0f;
+#pragma unroll 2
+  for (int s = 0; s < few.product.num_slices; ++s) {
+    const int end = few.slice_first[s + 1], middle = (few.slice_first[s] + end + 1) >> 1;
+    float acc = p[s * stride];
+#pragma unroll
+    for (int j = 0; j < kHalfChunks; ++j) {
+      const bool exists = middle + j < end;
+      const float dx =
+          exists ? __fmul_rn(scales[(middle + j) * kTokens], factor) : 0.0f;  // times -0
+      acc = __fmaf_rn(dx, p[(places + kHalfChunks * s + j) * stride], acc);
+    }
+    y = s == 0 ? acc : __fadd_rn(y, acc);
+  }
+  return y;
+}
+
+template <int kTokens, TypeSet kSet, int kSlots>
 __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
     mma_few_kernel(const __grid_constant__ FewArgs few) {
   extern __shared__ __align__(128) uint8_t shared[];
+  using Lane = FewLane<kTokens>;
   const MatmulArgs &args = few.product;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp_lane = static_cast<int>(threadIdx.x) & 31;
   // From one lane, so that the compiler knows it to be the same in all.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) >> 5, 0);
-  const int num_warps = static_cast<int>(blockDim.x) >> 5;
+  const int num_slice_jobs = few.group_tiles * args.num_slices;
+  const int num_jobs = num_slice_jobs * few.num_halves;
+  const bool has_job = warp < num_jobs, is_second = warp >= num_slice_jobs;
 
-  FewJob job;
-  job.is_pair = args.epilogue == kSwiGlu;
-  job.index = 0;
-  int slice = warp;
-  for (; slice >= args.num_slices; slice -= args.num_slices) ++job.index;
-  job.first = few.slice_first[slice];
-  job.end = few.slice_first[slice + 1];
+  int index = 0, slice = is_second ? warp - num_slice_jobs : warp;  // of its tile in a group
+  for (; slice >= args.num_slices; slice -= args.num_slices) ++index;
+  int first = few.slice_first[slice], end = few.slice_first[slice + 1];
+  if (few.num_halves == 2) {
+    const int middle = (first + end + 1) >> 1;
+    (is_second ? first : end) = middle;
+  }
 
   // The first weights, before the previous kernel is done. Every CTA of this grid is at work when
   // the next kernel's come in beside it, to do the same.
   uint64_t *barriers = reinterpret_cast<uint64_t *>(shared);
   uint64_t *ready = barriers, *free = barriers + 2;  // of the two buffers of partials
-  FewRing ring;
-  ring.chunk_bytes = few.chunk_bytes;
-  ring.stage_bytes = 2 * few.chunk_bytes;
-  ring.num_stages = few.num_stages;
-  uint8_t *rings = shared + few_barrier_bytes(num_warps, few.num_stages);
-  ring.base = rings + warp * few.num_stages * ring.stage_bytes;
-  ring.barriers = barriers + 4 + warp * few.num_stages;
-  ring.stage = 0;
-  ring.parity = 0;
-  ring.bytes[1] = ring.missing_bytes[1] = 0;
+  uint8_t *rings = shared + kFewBarrierBytes;
+  FewRing<kSet, kSlots> ring;
+  ring.base = rings + warp * (kSlots * few.slot_bytes);
+  ring.slot = 0;
   ring.group = static_cast<int>(blockIdx.x);
-  ring.seek(few, job);
-  if (lane == 0) {
+  if (has_job) {
+    ring.seek(few, index, first, end, warp_lane);
 #pragma unroll 1
-    for (int i = 0; i < few.num_stages; ++i) init_barrier(ring.barriers + i, stage_arrivals());
-    publish_barriers();
+    for (int i = 0; i < kSlots; ++i) ring.fetch(few, index, first, end, i, warp_lane);
   }
-  __syncwarp();
-#pragma unroll 1
-  for (int i = 0; i < few.num_stages; ++i) ring.fetch(few, job, i, lane);
   let_next_kernel_start();
 
-  // Outputs of a group are finished by warps, 32 rows of a token each.
-  const int part_shift = few.width <= 2 ? 0 : few.width <= 4 ? 1 : 2;
+  // Outputs of a group are finished by warps, 32 rows of a token each (kSwiGlu: 16 pairs).
+  const bool is_pair = args.epilogue == kSwiGlu;
+  const int part_tiles = is_pair ? 4 : 2;
+  const int part_shift = few.group_tiles <= part_tiles       ? 0
+                         : few.group_tiles <= 2 * part_tiles ? 1
+                                                             : 2;
   const int num_parts = args.num_tokens << part_shift;
-  const auto first_row = [&](int of) { return (of & ((1 << part_shift) - 1)) * kWarp; };
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      init_barrier(ready + i, num_warps);
+      init_barrier(ready + i, num_jobs);
       init_barrier(free + i, num_parts);
     }
   }
   const FewActs acts =
-      few_acts<kTokens>(rings + num_warps * few.num_stages * ring.stage_bytes, args.num_chunks);
-  float *partials = reinterpret_cast<float *>(reinterpret_cast<uint8_t *>(acts.codes) +
-                                              few_acts_bytes(args.num_chunks, kTokens));
-  for (int i = static_cast<int>(threadIdx.x); i < few_codes_bytes(kTokens) / 16;
-       i += static_cast<int>(blockDim.x)) {
-    reinterpret_cast<uint4 *>(acts.codes + args.num_chunks * few_codes_bytes(kTokens))[i] =
-        make_uint4(0, 0, 0, 0);
-  }
+      few_acts<kTokens>(rings + num_jobs * kSlots * few.slot_bytes, args.num_chunks);
+  float *partials =
+      reinterpret_cast<float *>(acts.codes + few_acts_bytes(args.num_chunks, kTokens));
   // What else no kernel writes.
   const bool has_norm = args.rows.x != nullptr && args.rows.norm_weight != nullptr;
-  FewNorm norm;
+  float weight[kActLaneCols] = {};
   if (has_norm) {
-    load_norm(args, warp, num_warps, lane, &norm);
+    if ((warp + 1) * kActCols <= args.rows.num_cols)
+      load_whole(args.rows.norm_weight + warp * kActCols + warp_lane * kActLaneCols, weight);
     for (int i = args.num_chunks + static_cast<int>(threadIdx.x);
          i < few_square_floats(args.num_chunks); i += static_cast<int>(blockDim.x)) {
 #pragma unroll
@@ -344,90 +250,143 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
         acts.squares[m * few_square_floats(args.num_chunks) + i] = 0.0f;
     }
   }
-  int part = warp, group = static_cast<int>(blockIdx.x);
-  FewOutput output = few_output(few, group, first_row(part) + lane);
+
+  // Where the first outputs go, and what the loop over groups needs besides activations.
+  const Lane lane(warp_lane);
+  const int places = few_slice_places(args.num_slices);
+  const int slice_floats = kTokens * kTileRows;
+  const int tile_floats = few_tile_places(args.num_slices, few.num_halves) * slice_floats;
+  if (places != args.num_slices || few.num_halves == 2) {
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * few.group_tiles * tile_floats;
+         i += kFewMaxWarps * kWarp) {
+      partials[i] = -0.0f;
+    }
+  }
+  float *out = nullptr;
+  float bias = 0.0f;
+  const auto find_output = [&](int group, int of) {
+    const int row = (of & ((1 << part_shift) - 1)) * kWarp + warp_lane;
+    const int at = is_pair ? row / kTileRows * 2 : row / kTileRows;
+    out = nullptr;
+    if (group >= few.num_groups || of >= num_parts || at >= few.group_tiles) return;
+    const FewTile tile = few_tile(few, group, at);
+    const int local = tile.tile * kTileRows + row % kTileRows;
+    if (tile.tiles == nullptr || local >= tile.num_rows) return;
+    const int column = (is_pair ? 0 : tile.out_row) + local;
+    out = args.out + (args.first_token + (of >> part_shift)) * args.out_stride + column;
+    if (args.bias != nullptr) bias = args.bias[column];
+  };
+  int group = static_cast<int>(blockIdx.x), part = warp, buffer = 0;
+  uint32_t parity = 0;
+  if (has_job) find_output(group, part);
+  int type = -1;
+  const auto find_type = [&] {
+    const FewTile tile = few_tile(few, group, index);
+    type = tile.tiles != nullptr ? tile.type : -1;
+  };
+  find_type();
+  const FewRows rows(args, warp, warp_lane);
+  const float num_cols = static_cast<float>(args.rows.num_cols);
+  const float inverse_cols = has_norm ? __fdiv_rn(1.0f, num_cols) : 1.0f;
 
   wait_for_previous_kernel();
+  float residual = 0.0f;
+  const auto load_residual = [&] {
+    if (args.epilogue == kAddTo && out != nullptr) residual = *out;
+  };
+  load_residual();
   if (args.rows.x == nullptr) {
     copy_acts<kTokens>(args, acts);
-  } else if (has_norm) {
-    stage_rows<kTokens, true>(args, warp, num_warps, lane, &norm, acts);
   } else {
-    stage_rows<kTokens, false>(args, warp, num_warps, lane, &norm, acts);
+    stage_rows<kTokens>(args, rows, warp, warp_lane, weight, acts);
   }
   __syncthreads();
+  if (!has_job) return;
 
-  FewInput<kTokens> in;
-  using Lane = FewLane<kTokens>;
-  const int t = lane & 3, token = Lane::token(t);
-  in.codes = after_barrier(shared_address(acts.codes));
-  in.zeros = in.codes + args.num_chunks * few_codes_bytes(kTokens);
-  in.sums = acts.sums + token * few_sums_bytes(1);
-  in.scales = acts.scales + token;
-  in.factor = has_norm
-                  ? few_row_inverse(acts.squares + token * few_square_floats(args.num_chunks), args)
-                  : 1.0f;
-  in.num_units = args.num_units;
-
-  const int group_tiles = job.is_pair ? 2 * few.width : few.width;
-  const int buffer_floats = few_partial_floats(group_tiles, args.num_slices, kTokens);
-  const int slice_floats = kTokens * kTileRows, tile_floats = args.num_slices * slice_floats;
+  const uint8_t *sums = acts.sums + lane.token * few_sums_bytes(1);
+  const float *scales = acts.scales + lane.token;
+  const float factor =
+      has_norm ? few_row_inverse(acts.squares + lane.token * few_square_floats(args.num_chunks),
+                                 args, num_cols, inverse_cols)
+               : 1.0f;
 #pragma unroll 1
   for (int iteration = 0; group < few.num_groups; ++iteration) {
-    const int buffer = iteration & 1;
-    const uint32_t parity = static_cast<uint32_t>(iteration >> 1) & 1;
-    float *sums = partials + buffer * buffer_floats;
-    const auto residual_at = [&](int of, const FewOutput &to) {
-      return args.out + (args.first_token + (of >> part_shift)) * args.out_stride + to.column;
-    };
-    float residual = 0.0f;
-    if (part < num_parts && output.column >= 0 && args.epilogue == kAddTo)
-      residual = *residual_at(part, output);
-    int s, tile;
-    if (find_tile(args, job.is_pair, group * few.width + job.index, &s, &tile)) {
-      const int types[2] = {args.segments[s].type, args.segments[job.is_pair ? 1 : s].type};
-      float acc[2][Lane::kRows] = {};
-      few_slice<kSet, kTokens>(few, job, types, lane, in, &ring, acc);
+    float *partial = partials + buffer * (few.group_tiles * tile_floats);
+    if (type >= 0) {
+      float acc[Lane::kRows] = {};
+      float *to = partial + index * tile_floats + lane.token * kTileRows + 8 * lane.row + lane.g;
+      to += (is_second ? places + kHalfChunks * slice : slice) * slice_floats;
       if (iteration >= 2) wait_for_phase(free + buffer, parity ^ 1);
-      if (Lane::part(t) < 2) {
-        float *to = sums + (job.is_pair ? 2 : 1) * job.index * tile_floats + slice * slice_floats +
-                    token * kTileRows + 8 * Lane::row(t) + (lane >> 2);
+#pragma unroll 1
+      for (int chunk = first; chunk < end; ++chunk) {
+        const uint8_t *weights = ring.next(few);
+        float p[Lane::kRows];
+        few_chunk_of<kSet, kTokens>(type, weights,
+                                    min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk),
+                                    warp_lane, lane, acts.codes + chunk * few_codes_bytes(kTokens),
+                                    sums + chunk * few_sums_bytes(kTokens), p);
+        if (is_second) {
 #pragma unroll
-        for (int r = 0; r < Lane::kRows; ++r) {
-          to[8 * r] = acc[0][r];
-          if (job.is_pair) to[tile_floats + 8 * r] = acc[1][r];
+          for (int r = 0; r < Lane::kRows; ++r) {
+            if (lane.part < 2) to[8 * r] = p[r];
+          }
+          to += slice_floats;
+        } else {
+          const float dx = __fmul_rn(scales[chunk * kTokens], factor);
+#pragma unroll
+          for (int r = 0; r < Lane::kRows; ++r) acc[r] = __fmaf_rn(dx, p[r], acc[r]);
         }
+        __syncwarp();
+        ring.fetch(few, index, first, end, ring.slot, warp_lane);
+        ring.slot = ring.slot + 1 < kSlots ? ring.slot + 1 : 0;
+      }
+      if (!is_second && lane.part < 2) {
+#pragma unroll
+        for (int r = 0; r < Lane::kRows; ++r) to[8 * r] = acc[r];
       }
     }
     __syncwarp();
-    if (lane == 0) arrive(ready + buffer);
-    for (int of = part; of < num_parts; of += num_warps) {
+    if (warp_lane == 0) arrive(ready + buffer);
+#pragma unroll 1
+    for (int of = part; of < num_parts; of += num_jobs) {
       if (of == part) {
         wait_for_phase(ready + buffer, parity);
       } else {
-        output = few_output(few, group, first_row(of) + lane);
-        if (output.column >= 0 && args.epilogue == kAddTo) residual = *residual_at(of, output);
+        find_output(group, of);
+        load_residual();
       }
-      if (output.column >= 0) {
-        const int row = first_row(of) + lane;
-        const float *p = sums + (job.is_pair ? 2 : 1) * (row / kTileRows) * tile_floats +
+      const float token_factor = __shfl_sync(0xffffffffu, factor, of >> part_shift);
+      if (out != nullptr) {
+        const int row = (of & ((1 << part_shift) - 1)) * kWarp + warp_lane;
+        const float *p = partial + (is_pair ? 2 : 1) * (row / kTileRows) * tile_floats +
                          (of >> part_shift) * kTileRows + row % kTileRows;
-        float y = sum_slices(p, slice_floats, args.num_slices);
-        if (job.is_pair) {
-          y = swiglu(y, sum_slices(p + tile_floats, slice_floats, args.num_slices));
+        const auto sum = [&](const float *of_tile) {
+          return few.num_halves == 2
+                     ? sum_halves<kTokens>(few, of_tile, slice_floats, places,
+                                           acts.scales + (of >> part_shift), token_factor)
+                     : sum_slices(of_tile, slice_floats, places);
+        };
+        float y = sum(p);
+        if (is_pair) {
+          y = swiglu(y, sum(p + tile_floats));
         } else {
-          if (args.bias != nullptr) y = __fadd_rn(y, output.bias);
+          if (args.bias != nullptr) y = __fadd_rn(y, bias);
           if (args.epilogue == kAddTo) y = __fadd_rn(residual, y);
         }
-        *residual_at(of, output) = y;
+        *out = y;
       }
       __syncwarp();
-      if (lane == 0) arrive(free + buffer);
+      if (warp_lane == 0) arrive(free + buffer);
     }
-    part -= num_parts;
-    while (part < 0) part += num_warps;
     group += static_cast<int>(gridDim.x);
-    output = few_output(few, group, first_row(part) + lane);
+    if (group >= few.num_groups) break;
+    part -= num_parts;
+    while (part < 0) part += num_jobs;
+    buffer ^= 1;
+    parity ^= buffer == 0 ? 1 : 0;
+    find_output(group, part);
+    load_residual();
+    find_type();
   }
 }
 
