@@ -15,23 +15,17 @@ constexpr int kReservedSharedPerCta = 1024;  // taken by the system from each CT
 using FewKernel = void (*)(FewArgs);
 constexpr TypeSet kTypeSets[] = {TypeSet::kQ4KQ6K, TypeSet::kQ8_0, TypeSet::kAll};
 
-template <TypeSet kSet, int kSlots>
+template <TypeSet kSet>
 FewKernel few_kernel_of(int tokens) {
-  return tokens == 1   ? mma_few_kernel<1, kSet, kSlots>
-         : tokens == 2 ? mma_few_kernel<2, kSet, kSlots>
-                       : mma_few_kernel<4, kSet, kSlots>;
+  return tokens == 1   ? mma_few_kernel<1, kSet>
+         : tokens == 2 ? mma_few_kernel<2, kSet>
+                       : mma_few_kernel<4, kSet>;
 }
 
-template <int kSlots>
-FewKernel few_kernel_of(TypeSet set, int tokens) {
-  return set == TypeSet::kQ4KQ6K ? few_kernel_of<TypeSet::kQ4KQ6K, kSlots>(tokens)
-         : set == TypeSet::kQ8_0 ? few_kernel_of<TypeSet::kQ8_0, kSlots>(tokens)
-                                 : few_kernel_of<TypeSet::kAll, kFewSlots>(tokens);
-}
-
-FewKernel few_kernel(TypeSet set, int tokens, int slots) {
-  return slots == kFewManySlots ? few_kernel_of<kFewManySlots>(set, tokens)
-                                : few_kernel_of<kFewSlots>(set, tokens);
+FewKernel few_kernel(TypeSet set, int tokens) {
+  return set == TypeSet::kQ4KQ6K ? few_kernel_of<TypeSet::kQ4KQ6K>(tokens)
+         : set == TypeSet::kQ8_0 ? few_kernel_of<TypeSet::kQ8_0>(tokens)
+                                 : few_kernel_of<TypeSet::kAll>(tokens);
 }
 
 TypeSet type_set_of(const MatmulArgs &args) {
@@ -49,13 +43,11 @@ TypeSet type_set_of(const MatmulArgs &args) {
 void prepare_few(Device *device) {
   for (const TypeSet set : kTypeSets) {
     for (const int tokens : {1, 2, 4}) {
-      for (const int slots : {kFewSlots, kFewManySlots}) {
-        const FewKernel kernel = few_kernel(set, tokens, slots);
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   device->max_shared_bytes),
-              "set shared memory size");
-        prefer_shared_memory(reinterpret_cast<const void *>(kernel));
-      }
+      const FewKernel kernel = few_kernel(set, tokens);
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 device->max_shared_bytes),
+            "set shared memory size");
+      prefer_shared_memory(reinterpret_cast<const void *>(kernel));
     }
   }
 }
@@ -80,34 +72,25 @@ void launch_mma_few(const Launch &launch, const MatmulArgs &args) {
     few.group_tiles += step;
   }
   few.num_groups = (num_tiles + few.group_tiles - 1) / few.group_tiles;
-  const int longest = (args.num_chunks + args.num_slices - 1) / args.num_slices;
-  const bool is_halved = 2 * few.group_tiles * args.num_slices <= kFewMaxWarps &&
-                         args.num_chunks / args.num_slices >= 2 && longest <= 2 * kHalfChunks + 1;
-  few.num_halves = is_halved ? 2 : 1;
-  const int jobs = few.group_tiles * args.num_slices * few.num_halves;
-  const int tile_places = few_tile_places(args.num_slices, few.num_halves);
+  const int jobs = few.group_tiles * args.num_slices;
   const auto shared_with = [&](int slots) {
     return few_shared_bytes(jobs, slots, few.slot_bytes, args.num_chunks, few.group_tiles,
-                            tile_places, tokens);
+                            args.num_slices, tokens);
   };
-  // An SM is to have one CTA of this kernel and one of the next, which loads its first weights
-  // while this one is at work. So that no two of one kernel come to one SM, products take turns in
-  // taking more than half of an SM and less: o and down, which add to the residual, take more.
-  const bool takes_more = args.epilogue == kAddTo;
-  const bool is_alone = device.few_ctas == 1;
-  const int fifths = is_alone ? 5 : takes_more ? 3 : 2;
-  const int share = device.shared_bytes_per_sm / 5 * fifths - kReservedSharedPerCta;
-  const int least = takes_more || is_alone ? device.shared_bytes_per_sm / 2 : 0;
+  // As deep a ring as the CTA's share of an SM allows, and two slots at least; deeper than all of a
+  // warp's work is of no use.
+  const int share =
+      device.shared_bytes_per_sm / std::max(1, device.few_ctas) - kReservedSharedPerCta;
   const int most = device.max_shared_bytes;
-  // The deeper ring where there is room and use for it.
   const int rounds = (few.num_groups + device.num_sms - 1) / device.num_sms;
-  const TypeSet set = type_set_of(args);
-  const bool is_deep = set != TypeSet::kAll && rounds * longest > kFewSlots * few.num_halves &&
-                       shared_with(kFewManySlots) <= std::min(share, most);
-  const int slots = is_deep ? kFewManySlots : kFewSlots;
-  const int shared = shared_with(slots);
+  const int longest = (args.num_chunks + args.num_slices - 1) / args.num_slices;
+  const int useful = std::min(kFewMaxSlots, rounds * longest);
+  few.num_slots = 1;
+  for (int slots = 2; slots <= useful; ++slots) {
+    if (shared_with(slots) <= (slots == 2 ? most : std::min(share, most))) few.num_slots = slots;
+  }
   // A very long K leaves no room for so many tokens at once: fewer, more often.
-  if (shared > most) {
+  if (shared_with(few.num_slots) > most) {
     if (tokens == 1) {
       throw Error(Status::kUnimplemented,
                   "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
@@ -122,10 +105,11 @@ void launch_mma_few(const Launch &launch, const MatmulArgs &args) {
     return;
   }
   // Warps without a slice help with the activations.
-  launch_kernel(launch, "mma_few", few_kernel(set, tokens, slots),
+  const int warps = std::max(jobs, std::min(kFewMaxWarps, args.num_chunks));
+  launch_kernel(launch, "mma_few", few_kernel(type_set_of(args), tokens),
                 dim3(static_cast<unsigned>(std::min(few.num_groups, device.num_sms))),
-                static_cast<unsigned>(kFewMaxWarps * kWarp),
-                static_cast<size_t>(std::max(least, shared)), few);
+                static_cast<unsigned>(warps * kWarp),
+                static_cast<size_t>(shared_with(few.num_slots)), few);
 }
 
 }  // namespace cuda

@@ -1,10 +1,14 @@
-// Barriers in shared memory, by which copies are counted and warps wait for one another.
+// Copies of chunks of weights into a warp's ring in shared memory: asked for by the warp, counted
+// by a barrier in shared memory per stage. One bulk copy per chunk on sm_90; 16-byte copies by all
+// lanes on sm_80.
 #pragma once
 
 #include "backend/cuda/device_utils.cuh"
 
 namespace xllm {
 namespace cuda {
+
+// ---- barriers in shared memory (mbarrier, sm_80 and up) ----
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -54,12 +58,39 @@ __device__ __forceinline__ void wait_for_phase(uint64_t *barrier, uint32_t parit
 #endif
 }
 
+// ---- copies ----
+
 // Arrivals that complete a phase of a stage's barrier.
 __device__ __forceinline__ constexpr int stage_arrivals() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   return 1;
 #else
   return kWarp;
+#endif
+}
+
+// Asks for `bytes` (a multiple of 16; both pointers aligned to 16), by a whole warp that is done
+// with what the stage held (and has called __syncwarp since).
+__device__ __forceinline__ void copy_chunk(uint8_t *stage, const uint8_t *from, int bytes,
+                                           uint64_t *barrier, int lane) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+    const uint32_t address = shared_address(barrier);
+    asm volatile(
+        "{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n\t}" ::"r"(
+            address),
+        "r"(bytes)
+        : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(shared_address(stage)),
+        "l"(from), "r"(bytes), "r"(address)
+        : "memory");
+  }
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  for (int i = lane * 16; i < bytes; i += kWarp * 16) copy_async_16(stage + i, from + i);
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 #endif
 }
 

@@ -108,10 +108,9 @@ __device__ __forceinline__ bool quantize_ordinary(const float (&x)[kActLaneCols]
   return largest - kLeast < kMost - kLeast;
 }
 
-// Whole chunks of a warp whose values are on their way at once. Rows under a norm are as long as
-// the model is wide, which is a chunk or two for each warp.
-template <int kTokens, bool kNorm>
-constexpr int kRowChunks = kNorm ? 1 : 4 / kTokens;
+// Whole chunks of a warp whose values are on their way at once.
+template <int kTokens>
+constexpr int kRowChunks = 4 / kTokens;
 
 // Columns 8 * lane.. of a whole chunk.
 __device__ __forceinline__ void load_whole(const float *at, float (&v)[kActLaneCols]) {
@@ -145,50 +144,36 @@ __device__ __forceinline__ void stage_other(const MatmulArgs &args, const float 
   store_item<kTokens>(quantize_chunk(v), chunk, token, lane, acts);
 }
 
-// A lane's columns of the chunks of its warp (warp, warp + kStageWarps, ...), worked out before the
-// previous kernel is done.
-constexpr int kStageWarps = 16;
-struct FewRows {
-  const float *x;  // of the first one
-  int64_t stride;
-  int num_items;  // whole chunks of this warp
-
-  __device__ __forceinline__ FewRows(const MatmulArgs &args, int warp, int lane) {
-    x = args.rows.x + args.first_token * args.rows.stride + warp * kActCols + lane * kActLaneCols;
-    stride = args.rows.stride;
-    num_items = (args.rows.num_cols / kActCols - warp + kStageWarps - 1) / kStageWarps;
-    asm volatile("" : "+l"(x));  // here, not where it is used first
-  }
-};
-
-// weight: the norm's for this warp's first chunk, where it is whole and there is a norm. False
-// where a chunk was not ordinary.
-template <int kTokens, bool kNorm>
-__device__ __forceinline__ bool stage_whole(const MatmulArgs &args, const FewRows &rows, int warp,
-                                            int lane, float (&weight)[kActLaneCols],
-                                            const FewActs &acts) {
-  constexpr int kChunks = kRowChunks<kTokens, kNorm>, kStep = kStageWarps * kActCols;
+// weight: the norm's for this warp's first chunk, where it is whole and there is a norm.
+template <int kTokens>
+__device__ __forceinline__ void stage_rows(const MatmulArgs &args, int warp, int num_warps,
+                                           int lane, float (&weight)[kActLaneCols],
+                                           const FewActs &acts) {
+  constexpr int kChunks = kRowChunks<kTokens>;
+  const int num_whole = args.rows.num_cols / kActCols;
+  const bool has_norm = args.rows.norm_weight != nullptr;
+  const auto row_of = [&](int token) {
+    return args.rows.x + (args.first_token + min(token, args.num_tokens - 1)) * args.rows.stride;
+  };
+  int chunk = warp;
   bool all_ordinary = true;
-  const float *at = rows.x;
 #pragma unroll 1
-  for (int done = 0; done < rows.num_items; done += kChunks, at += kChunks * kStep) {
+  while (chunk < num_whole) {
     float x[kChunks][kTokens][kActLaneCols];
+    const int lane_col = lane * kActLaneCols;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (i > 0 && done + i >= rows.num_items) break;
+      if (chunk + i * num_warps >= num_whole) break;
 #pragma unroll
-      for (int m = 0; m < kTokens; ++m) {
-        const float *row = m == 0 ? at : at + min(m, args.num_tokens - 1) * rows.stride;
-        load_whole(row + i * kStep, x[i][m]);
-      }
+      for (int m = 0; m < kTokens; ++m)
+        load_whole(row_of(m) + (chunk + i * num_warps) * kActCols + lane_col, x[i][m]);
     }
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (i > 0 && done + i >= rows.num_items) break;
-      const int chunk = warp + (done + i) * kStageWarps;
+      if (chunk >= num_whole) break;
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) {
-        if constexpr (kNorm) {
+        if (has_norm) {
           const float squares = chunk_squares(x[i][m]);
           if (lane == 0) acts.squares[m * few_square_floats(args.num_chunks) + chunk] = squares;
 #pragma unroll
@@ -198,28 +183,11 @@ __device__ __forceinline__ bool stage_whole(const MatmulArgs &args, const FewRow
         all_ordinary = quantize_ordinary(x[i][m], &q) && all_ordinary;
         store_item<kTokens>(q, chunk, m, lane, acts);
       }
-    }
-    if (kNorm && done + kChunks < rows.num_items) {
-      load_whole(args.rows.norm_weight + (warp + (done + kChunks) * kStageWarps) * kActCols +
-                     lane * kActLaneCols,
-                 weight);
+      chunk += num_warps;
+      if (has_norm && chunk < num_whole)
+        load_whole(args.rows.norm_weight + chunk * kActCols + lane_col, weight);
     }
   }
-  return all_ordinary;
-}
-
-template <int kTokens>
-__device__ __forceinline__ void stage_rows(const MatmulArgs &args, const FewRows &rows, int warp,
-                                           int lane, float (&weight)[kActLaneCols],
-                                           const FewActs &acts) {
-  const auto row_of = [&](int token) {
-    return args.rows.x + (args.first_token + min(token, args.num_tokens - 1)) * args.rows.stride;
-  };
-  const bool all_ordinary = args.rows.norm_weight != nullptr
-                                ? stage_whole<kTokens, true>(args, rows, warp, lane, weight, acts)
-                                : stage_whole<kTokens, false>(args, rows, warp, lane, weight, acts);
-  int chunk = warp + max(rows.num_items, 0) * kStageWarps;
-  constexpr int num_warps = kStageWarps;
   if (all_ordinary && chunk >= args.num_chunks) return;
   __syncwarp();
 #pragma unroll 1
@@ -229,26 +197,9 @@ __device__ __forceinline__ void stage_rows(const MatmulArgs &args, const FewRows
   }
 }
 
-// 1 / sqrt(sum / num_cols + eps), each step rounded once; inverse_cols is 1 / num_cols, rounded.
-// For ordinary numbers what division and square root do themselves, without their branches.
-__device__ __forceinline__ float inverse_rms(float sum, float num_cols, float inverse_cols,
-                                             float eps) {
-  const float near = __fmul_rn(sum, inverse_cols);
-  const float mean = __fmaf_rn(__fmaf_rn(-num_cols, near, sum), inverse_cols, near);
-  const float square = __fadd_rn(mean, eps);
-  if (sum >= 0x1p-60f && square >= 0x1p-60f && square <= 0x1p60f) {
-    float y;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(square));
-    const float root = __fmul_rn(square, y);
-    return ordinary_inverse(__fmaf_rn(__fmaf_rn(-root, root, square), __fmul_rn(y, 0.5f), root));
-  }
-  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, num_cols), eps)));
-}
-
 // 1 / rms of a row, as row_inverse (act_quant.cuh): squares behind the last chunk are 0 and change
 // nothing.
-__device__ __forceinline__ float few_row_inverse(const float *squares, const MatmulArgs &args,
-                                                 float num_cols, float inverse_cols) {
+__device__ __forceinline__ float few_row_inverse(const float *squares, const MatmulArgs &args) {
   float sum = 0;
 #pragma unroll 1
   for (int first = 0; first < args.num_chunks; first += kSquaresPad) {
@@ -260,7 +211,8 @@ __device__ __forceinline__ float few_row_inverse(const float *squares, const Mat
     for (int i = 0; i < kSquaresPad / 4; ++i)
       sum = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(sum, v[i].x), v[i].y), v[i].z), v[i].w);
   }
-  return inverse_rms(sum, num_cols, inverse_cols, args.rows.eps);
+  const float mean = __fdiv_rn(sum, static_cast<float>(args.rows.num_cols));
+  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, args.rows.eps)));
 }
 
 // ---- an ActView ----
