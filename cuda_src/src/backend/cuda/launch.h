@@ -17,10 +17,9 @@ struct Device {
   int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
-  // Of the matrix kernels of few tokens: how deep a warp's ring of chunks is at most, and among how
-  // many CTAs an SM's shared memory is shared out. Speed only, never numbers.
-  int ring_stages = 8;
-  int few_ctas = 2;
+  // Among how many CTAs the matrix kernels of few tokens share out an SM's shared memory. Speed
+  // only, never numbers.
+  int few_ctas = 1;
   // Tiles of keys on their way per warp of attention, 1 or 2; 0: by the grid. Speed only.
   int attention_stages = 0;
   // Off in tests: the kernels of older GPUs on a newer one.
