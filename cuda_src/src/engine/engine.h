@@ -8,9 +8,9 @@
 // events and a snapshot, each behind a lock that is never held during a step, so none of them waits
 // for the device.
 //
-// engine.cc makes and ends it and tells what can be seen of it; engine_submit.cc and engine_slots.cc
-// are the callers' side; engine_loop.cc is the loop, engine_lanes.cc loads what it needs,
-// engine_step.cc takes one lane's step, engine_release.cc ends requests.
+// engine.cc makes and ends it and tells what can be seen of it; engine_submit.cc and
+// engine_slots.cc are the callers' side; engine_loop.cc is the loop, engine_lanes.cc loads what it
+// needs, engine_step.cc takes one lane's step, engine_release.cc ends requests.
 #pragma once
 
 #include <atomic>
