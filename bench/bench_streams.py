@@ -2,11 +2,11 @@
 
     python -m bench.bench_streams MODEL [--streams 1,8,64] [--runs 3] [--json FILE] [-- flags of xllm serve]
 
-For each number of streams: the engine alone, its events taken in this process and thrown away; then a server of its own
-process and that many Generate calls from client processes of their own, A B A B. Both decode the same prompts without
-an end. A rate is what came while all streams were decoding: tokens after the last stream's first one and before the
-first stream's last one, over that time. For the server also the gaps between the deltas of a stream, and how many
-tokens a delta brought.
+For each number of streams: the engine alone, its events taken in this process and thrown away; then a server in a
+process of its own and that many Generate calls from client processes of their own, A B A B. Both decode the same
+prompts without an end. A rate is what came while all streams were decoding: tokens after the last stream's first one
+and before the first stream's last one, over that time. For the server also the gaps between the deltas of a stream, and
+how many tokens a delta brought.
 
 The clients' processor time is no part of what a server costs, but where every core is busy it is taken from the engine.
 `client_share` says how much of the machine they took in that time, and `ratio_without_clients` is the ratio with that
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,48 +176,69 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(model: Path, num_streams: int, options: argparse.Namespace) -> Row:
-    """Measure one number of streams: `runs` pairs, the medians of each side."""
+@dataclass
+class Samples:
+    """What the runs of one number of streams found."""
+
+    alone: list[float] = field(default_factory=list)
+    through: list[float] = field(default_factory=list)
+    client_shares: list[float] = field(default_factory=list)
+    gaps_ms: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def add_served(self, streams: Sequence[Arrivals], client_s: float) -> None:
+        """Take what clients saw."""
+        window = Window.of(streams)
+        self.through.append(window.rate(streams))
+        took = max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams)
+        self.client_shares.append(client_s / took / len(os.sched_getaffinity(0)))
+        for stream in streams:
+            inside = [at for at in stream.times if window.begin <= at <= window.end]
+            self.gaps_ms += [1e3 * (b - a) for a, b in itertools.pairwise(inside)]
+            self.counts += stream.counts[1:]
+
+    def row(self, num_streams: int) -> Row:
+        """Return the medians."""
+        alone, through = statistics.median(self.alone), statistics.median(self.through)
+        client_share = statistics.median(self.client_shares)
+        return {
+            "streams": num_streams,
+            "in_process_tokens_per_s": round(alone, 1),
+            "served_tokens_per_s": round(through, 1),
+            "ratio": round(through / alone, 4),
+            "client_share": round(client_share, 4),
+            "ratio_without_clients": round(through / alone / (1 - client_share), 4),
+            "step_ms": round(1e3 * num_streams / alone, 3),
+            "gap_ms_median": round(statistics.median(self.gaps_ms), 3),
+            "gap_ms_p99": round(_quantile(self.gaps_ms, 0.99), 3),
+            "tokens_per_delta_median": statistics.median(self.counts),
+            "tokens_per_delta_max": max(self.counts),
+        }
+
+
+def measure(model: Path, sizes: Sequence[int], options: argparse.Namespace) -> list[Row]:
+    """Measure every number of streams, `runs` times each; an engine or server has slots for the most of them."""
     config = EngineConfig(
         backend=Backend[options.backend.upper()],
-        max_slots=num_streams,
+        max_slots=max(sizes),
         max_seq_len=options.max_seq_len,
         num_threads=options.threads,
     )
-    alone, through, shares, gaps, counts = [], [], [], [], []
+    samples = {size: Samples() for size in sizes}
     for _ in range(options.runs):
         with Engine(model, config) as engine:
-            in_process(engine, num_streams, 24)  # what is made on first use
-            streams = in_process(engine, num_streams, options.tokens)
-        alone.append(Window.of(streams).rate(streams))
-        server = Server(model, num_streams, options)
+            for size in sizes:
+                in_process(engine, size, 24)  # what is made on first use
+                streams = in_process(engine, size, options.tokens)
+                samples[size].alone.append(Window.of(streams).rate(streams))
+        server = Server(model, max(sizes), options)
         try:
-            served(server.endpoint, num_streams, 24, options.clients)
-            streams, client_s = served(server.endpoint, num_streams, options.tokens, options.clients)
+            for size in sizes:
+                served(server.endpoint, size, 24, options.clients)
+                samples[size].add_served(*served(server.endpoint, size, options.tokens, options.clients))
         finally:
             server.close()
-        window = Window.of(streams)
-        through.append(window.rate(streams))
-        took = max(stream.times[-1] for stream in streams) - min(stream.times[0] for stream in streams)
-        shares.append(client_s / took / len(os.sched_getaffinity(0)))
-        for stream in streams:
-            inside = [at for at in stream.times if window.begin <= at <= window.end]
-            gaps += [1e3 * (b - a) for a, b in itertools.pairwise(inside)]
-            counts += stream.counts[1:]
-    ratio = statistics.median(through) / statistics.median(alone)
-    return {
-        "streams": num_streams,
-        "in_process_tokens_per_s": round(statistics.median(alone), 1),
-        "served_tokens_per_s": round(statistics.median(through), 1),
-        "ratio": round(ratio, 4),
-        "client_share": round(statistics.median(shares), 4),
-        "ratio_without_clients": round(ratio / (1 - statistics.median(shares)), 4),
-        "step_ms": round(1e3 * num_streams / statistics.median(alone), 3),
-        "gap_ms_median": round(statistics.median(gaps), 3),
-        "gap_ms_p99": round(_quantile(gaps, 0.99), 3),
-        "tokens_per_delta_median": statistics.median(counts),
-        "tokens_per_delta_max": max(counts),
-    }
+    return [samples[size].row(size) for size in sizes]
 
 
 def main() -> int:
@@ -234,12 +255,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("serve", nargs="*", help="further flags of xllm serve, after --")
     options = parser.parse_args()
-    rows = []
-    for num_streams in (int(one) for one in options.streams.split(",")):
-        rows.append(
-            {"model": options.model.stem, "backend": options.backend} | measure(options.model, num_streams, options)
-        )
-        print(json.dumps(rows[-1]), flush=True)
+    found = measure(options.model, [int(one) for one in options.streams.split(",")], options)
+    rows: list[Row] = [{"model": options.model.stem, "backend": options.backend} | row for row in found]
+    for row in rows:
+        print(json.dumps(row))
     if options.json:
         options.json.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
     return 0

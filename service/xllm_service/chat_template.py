@@ -9,7 +9,9 @@ integers and characters.
 Text that came in a message must never become a control token, whichever role or field it came in. Where a message's
 text spells one (or ends with the beginning of one, which the next piece could complete), the first character of the
 spelling is marked with a noncharacter before rendering. Afterwards the marked characters become untrusted pieces, which
-the tokenizer never joins into a control token. All other text renders exactly as it would have.
+the tokenizer never joins into a control token. All other text renders exactly as it would have. A second rendering, in
+which every character that could begin a control token is marked, finds out whether the template itself puts one
+together from a message's text; that is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,9 @@ _GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 _LINE_END = re.compile(r"\r\n?")
 _RAW_LINE = re.compile(r"(\{%[-+]?\s*raw\s*%\}\n)")
 
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
 
 class TemplateUnusableError(Exception):
     """The model has no chat template, or one that does not compile: chat is off, plain completion works."""
@@ -41,6 +46,10 @@ class TemplateUnusableError(Exception):
 
 class TemplateRenderError(Exception):
     """The template refused these messages, failed on them, or used up its budget."""
+
+
+# Messages, tools and arguments of a call.
+_Inputs = tuple[Sequence[Mapping[str, Any]], Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,17 @@ class Piece:
 def _as_jinja2_reads(source: str) -> str:
     source = _RAW_LINE.sub(r"\1\n", _LINE_END.sub("\n", source))
     return _GENERATION_TAG.sub(r"{#\1 #}", source)
+
+
+def _strings_of(source: str) -> list[str]:
+    """Return the strings in the code of a template, longest first, taken apart at what is escaped."""
+    strings = [
+        part
+        for code in _CODE.findall(source)
+        for quoted in _STRING.findall(code)
+        for part in re.split(r"\\.", quoted[1:-1])
+    ]
+    return sorted(set(strings), key=len, reverse=True)
 
 
 class ChatTemplate:
@@ -73,6 +93,13 @@ class ChatTemplate:
         self._spellings = (
             re.compile(f"(?={'|'.join(map(re.escape, self._control_tokens))})") if self._control_tokens else None
         )
+        # In both cases, because a template may change it.
+        self._firsts = sorted({form for token in self._control_tokens for form in (token[0].lower(), token[0].upper())})
+        self._looked_for = [
+            string
+            for string in _strings_of(source)
+            if len(string) > 1 and any(first in string for first in self._firsts)
+        ]
         self._prefixes = {token[:n] for token in self._control_tokens for n in range(1, len(token))}
         self._longest_prefix = max((len(prefix) for prefix in self._prefixes), default=0)
         self._variables = dict(variables or {})
@@ -127,27 +154,45 @@ class ChatTemplate:
                     f"messages[{index}].role: expected a name of letters, digits and _ . -, found {role!r}"
                 )
         try:
-            mark = self._choose_mark((messages, tools, arguments or {}))
-            context: dict[str, Any] = {
-                **self._variables,
-                **self._guard(dict(arguments or {}), mark),
-                "messages": [
-                    {key: value if key == "role" else self._guard(value, mark) for key, value in message.items()}
-                    for message in messages
-                ],
-                "add_generation_prompt": add_generation_prompt,
-            }
-            if tools:
-                context["tools"] = self._guard(list(tools), mark)
-            size = _size((messages, tools, arguments))
-            text = self._sandbox.render(context, MAX_GROWTH + size, size)
+            return self._render_safely((messages, tools, arguments or {}), add_generation_prompt)
         except RecursionError:
             raise TemplateRenderError("the messages, tools or template arguments are nested too deeply") from None
         except TemplateError as error:
             raise TemplateRenderError(str(error)) from None
         except (TypeError, ValueError) as error:
             raise TemplateRenderError(f"the template arguments are no JSON: {error}") from None
+
+    def _render_safely(self, inputs: _Inputs, add_generation_prompt: bool) -> list[Piece]:
+        mark = self._choose_mark(inputs)
+        context = self._context(inputs, lambda text: self._mark_spellings(text, mark))
+        strict = self._context(inputs, lambda text: self._mark_beginnings(text, mark))
+        # Twice: with a mark behind every character.
+        size = 2 * _size(inputs)
+
+        def render(context: dict[str, Any]) -> str:
+            context = {**context, "add_generation_prompt": add_generation_prompt}
+            return self._sandbox.render(context, MAX_GROWTH + size, size)
+
+        text = render(context)
+        # A template that strips, cuts, replaces or lower-cases may put a spelling together from text that held none. It
+        # cannot where every character that might begin one is marked; all else being equal it writes as many.
+        if strict != context and self._count_spellings(render(strict)) != self._count_spellings(text):
+            raise TemplateRenderError("the model's chat template makes a control token of text in a message")
         return _split_marked(text, mark)
+
+    def _context(self, inputs: _Inputs, guard_text: Callable[[str], str]) -> dict[str, Any]:
+        messages, tools, arguments = inputs
+        context: dict[str, Any] = {
+            **self._variables,
+            **_guard(dict(arguments), guard_text),
+            "messages": [
+                {key: value if key == "role" else _guard(value, guard_text) for key, value in message.items()}
+                for message in messages
+            ],
+        }
+        if tools:
+            context["tools"] = _guard(list(tools), guard_text)
+        return context
 
     def _choose_mark(self, inputs: object) -> str:
         text = json.dumps(inputs, ensure_ascii=False, default=str)
@@ -156,16 +201,8 @@ class ChatTemplate:
                 return mark
         raise TemplateRenderError("the messages use all Unicode noncharacters: remove one of U+FDD0 to U+FDEF")
 
-    def _guard(self, value: Any, mark: str) -> Any:
-        if isinstance(value, str):
-            return self._guard_text(value, mark)
-        if isinstance(value, Mapping):
-            return {self._guard(key, mark): self._guard(item, mark) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._guard(item, mark) for item in value]
-        return value
-
-    def _guard_text(self, text: str, mark: str) -> str:
+    def _mark_spellings(self, text: str, mark: str) -> str:
+        """Mark where `text` spells a control token, or ends with the beginning of one."""
         if self._spellings is None:
             return text
         starts = {match.start() for match in self._spellings.finditer(text)}
@@ -177,6 +214,35 @@ class ChatTemplate:
             return text
         cuts = [0, *(start + 1 for start in sorted(starts)), len(text)]
         return mark.join(text[begin:end] for begin, end in itertools.pairwise(cuts))
+
+    def _mark_beginnings(self, text: str, mark: str) -> str:
+        """Mark all that _mark_spellings does, and every character that could begin a control token.
+
+        Strings that the template looks for stay as they are, so that it takes the same way.
+        """
+        text = self._mark_firsts(self._mark_spellings(text, mark), mark)
+        for string in self._looked_for:
+            text = text.replace(self._mark_firsts(string, mark), string)
+        return text
+
+    def _mark_firsts(self, text: str, mark: str) -> str:
+        for first in self._firsts:
+            text = text.replace(first, first + mark)
+        return text
+
+    def _count_spellings(self, marked: str) -> int:
+        return len(self._spellings.findall(marked)) if self._spellings is not None else 0
+
+
+def _guard(value: Any, guard_text: Callable[[str], str]) -> Any:
+    """Apply `guard_text` to every text in `value`."""
+    if isinstance(value, str):
+        return guard_text(value)
+    if isinstance(value, Mapping):
+        return {_guard(key, guard_text): _guard(item, guard_text) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_guard(item, guard_text) for item in value]
+    return value
 
 
 def _split_marked(text: str, mark: str) -> list[Piece]:

@@ -52,7 +52,9 @@ TEST(EngineCache, WhoBypassesItNeitherReadsNorLeavesAnything) {
 TEST(EngineCache, SaltAndBypassHoldThroughAPreemption) {
   for (const bool bypasses : {false, true}) {
     EngineConfig config = small_config(/*num_blocks=*/7);
-    auto engine = make_engine(config);
+    auto control = std::make_shared<Control>();
+    auto engine = make_engine(config, control);
+    control->gate.close();  // until both are there: only together do they need more than the pool
     std::vector<uint64_t> ids;
     for (int i = 0; i < 2; ++i) {
       RequestOptions options = request(prompt_of(33), 40);  // the same prompt, different salts
@@ -60,6 +62,7 @@ TEST(EngineCache, SaltAndBypassHoldThroughAPreemption) {
       options.bypasses_cache = bypasses;
       ids.push_back(engine->submit(options));
     }
+    control->gate.open();
     for (const uint64_t id : ids) {
       const Answer answer = wait_for(engine.get(), id);
       EXPECT_EQ(answer.ids, expected_greedy(prompt_of(33), 40));

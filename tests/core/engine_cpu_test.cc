@@ -75,6 +75,31 @@ TEST_P(CpuEngine, SameBytesAloneBesideSevenOthersPreemptedAndFromTheCache) {
   }
 }
 
+// Steps of one set between the pieces of the other's load: neither sees the other.
+TEST_P(CpuEngine, SameBytesWhileTheOtherSetIsLoaded) {
+  Ids prompt;
+  for (int i = 0; i < 37; ++i) prompt.push_back((7 * i + i * i / 3) % 48);
+  EngineConfig config;
+  config.block_size = 16;
+  config.kv_memory = 4 << 20;
+  config.max_token_gap_s = 1e-6;  // a step after each piece
+  for (const DecodeMode first : {DecodeMode::kBatched, DecodeMode::kPerSlot}) {
+    const DecodeMode second =
+        first == DecodeMode::kBatched ? DecodeMode::kPerSlot : DecodeMode::kBatched;
+    RequestOptions steady = sampled(request(prompt, 200), 7), other = request(prompt, 24);
+    const Answer alone = run(make_cpu_engine(GetParam(), first, 1, "", config).get(), steady);
+    const Answer other_alone = run(make_cpu_engine(GetParam(), second, 1, "", config).get(), other);
+    steady.decode_mode = first;
+    other.decode_mode = second;
+    auto engine = make_cpu_engine(GetParam(), DecodeMode::kAuto, 3, "", config);
+    const uint64_t id = engine->submit(steady);
+    wait_until([&] { return engine->stats().num_generated_tokens >= 2; });
+    EXPECT_EQ(run(engine.get(), other), other_alone);
+    EXPECT_EQ(wait_for(engine.get(), id), alone);
+    expect_nothing_held(*engine);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(TinyModels, CpuEngine, testing::Values("llama", "llama_q4_1", "qwen3"),
                          [](const auto &info) { return info.param; });
 

@@ -72,11 +72,14 @@ TEST(EngineFailures, NonFiniteLogitsTellThePosition) {
 }
 
 TEST(EngineReports, TheRankOfEachTokenAndHowOftenARequestWasPreempted) {
-  auto engine = make_engine(small_config(/*num_blocks=*/7));
+  auto control = std::make_shared<Control>();
+  auto engine = make_engine(small_config(/*num_blocks=*/7), control);
+  control->gate.close();  // until both are there: only together do they need more than the pool
   std::vector<uint64_t> ids;
   for (int i = 0; i < 2; ++i) {
     ids.push_back(engine->submit(sampled(request(prompt_of(33, i), 40), static_cast<uint64_t>(i))));
   }
+  control->gate.open();
   uint32_t num_preemptions = 0;
   bool has_other_than_best = false;
   for (int i = 0; i < 2; ++i) {

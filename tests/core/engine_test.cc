@@ -85,9 +85,12 @@ TEST(Engine, SameBytesAfterPreemption) {
     EngineConfig config = small_config(/*num_blocks=*/13);  // two of them fit to their end
     config.use_prefix_cache = use_cache;
     config.prefill_chunk = 16;
-    auto engine = make_engine(config);
+    auto control = std::make_shared<Control>();
+    auto engine = make_engine(config, control);
+    control->gate.close();  // until all are there
     std::vector<uint64_t> ids;
     for (const RequestOptions &options : requests) ids.push_back(engine->submit(options));
+    control->gate.open();
     for (size_t i = 0; i < ids.size(); ++i) {
       const Answer answer = wait_for(engine.get(), ids[i]);
       EXPECT_EQ(answer, alone[i]) << i;

@@ -153,7 +153,7 @@ async def test_many_watchers_share_one_look_and_each_sees_what_is_for_it(random_
             return look()
 
         engine.slots = counted  # type: ignore[method-assign]
-        calls = [client.slots.WatchSlots(slot_service_pb2.WatchSlotsRequest()) for _ in range(20)]
+        calls: list[Any] = [client.slots.WatchSlots(slot_service_pb2.WatchSlotsRequest()) for _ in range(20)]
         for call in calls:
             assert [slot.state for slot in (await call.read()).slots] == [FREE] * 3
         assert lookers() == 1 and looks >= 20, "each one that comes has a look of its own"

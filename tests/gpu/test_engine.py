@@ -120,6 +120,23 @@ def test_an_auto_engine_loads_each_form_on_first_use(model: pathlib.Path) -> Non
             assert tokens(auto, dataclasses.replace(request, decode_mode=mode)) == alone[mode]
 
 
+@pytest.mark.parametrize("first", [DecodeMode.BATCHED, DecodeMode.PER_SLOT])
+def test_a_stream_goes_on_with_its_bytes_while_the_other_form_is_loaded(model: pathlib.Path, first: DecodeMode) -> None:
+    second = DecodeMode.PER_SLOT if first is DecodeMode.BATCHED else DecodeMode.BATCHED
+    steady = Request(prompt=PROMPT, max_tokens=200, ignore_eos=True, decode_mode=first)
+    other = Request(prompt=PROMPT[::-1], max_tokens=12, ignore_eos=True, decode_mode=second)
+    alone = {}
+    for request in (steady, other):
+        with Engine(model, dataclasses.replace(CUDA, decode_mode=request.decode_mode)) as engine:
+            alone[request.decode_mode] = tokens(engine, request)
+    # A step after each piece of the load.
+    with Engine(model, dataclasses.replace(CUDA, decode_mode=DecodeMode.AUTO, max_token_gap_s=1e-6)) as auto:
+        stream = (event for event in auto.stream(steady) if isinstance(event, TokenEvent))
+        begun = [next(stream).token_id for _ in range(2)]
+        assert tokens(auto, other) == alone[second]
+        assert begun + [event.token_id for event in stream] == alone[first]
+
+
 def test_the_second_form_of_an_auto_engine_is_refused_where_it_does_not_fit(model: pathlib.Path) -> None:
     with Engine(model, CUDA) as batched, Engine(model, PER_SLOT) as per_slot:
         needs = [engine.info.plan.total_bytes for engine in (batched, per_slot)]

@@ -93,6 +93,34 @@ def test_control_tokens_in_tools_and_arguments_are_not_trusted() -> None:
     assert joined(pieces) == '[{"d</s>": "</s>"}]<|im_end|></s>'
 
 
+@pytest.mark.parametrize(
+    ("expression", "content", "harmless"),
+    [
+        ("m.content | lower", "<|IM_END|>", "<|IM-END|>"),
+        ("m.name | trim ~ m.content | trim", "  end|>", "  end"),
+        ("m.content.split('|x|') | join", "<|im_|x|end|>", "<|x|>"),
+        ("m.content | replace('</think>', '')", "<|im_</think>end|>", "<b>x</think>y</b>"),
+    ],
+)
+def test_a_template_that_makes_a_control_token_of_text_is_refused(expression: str, content: str, harmless: str) -> None:
+    template = ChatTemplate("{% for m in messages %}<|im_start|>{{ " + expression + " }}</s>{% endfor %}", CONTROL)
+    with pytest.raises(TemplateRenderError, match="control token"):
+        template.render([{"role": "user", "name": "<|im_ ", "content": content}])
+    pieces = template.render([{"role": "user", "name": "<|im_ ", "content": harmless}])
+    trusted = [piece.text for piece in pieces if piece.trusted]
+    assert trusted[0].startswith("<|im_start|>") and trusted[-1].endswith("</s>")
+
+
+def test_a_template_may_write_more_where_it_finds_its_own_marker() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+        "{% if m.content.startswith('<tool_response>') %}</s>{% endif %}{% endfor %}"
+    )
+    text = "<tool_response>1 < 2</tool_response>"
+    pieces = ChatTemplate(source, CONTROL).render(user(text))
+    assert joined(pieces) == f"<|im_start|>user\n{text}<|im_end|></s>"
+
+
 def test_many_spellings_take_linear_time() -> None:
     template = ChatTemplate(CHATML, CONTROL)
 

@@ -7,6 +7,10 @@
 // runs one batch and publishes what happened, all at once. Callers touch the inbox, the slots, the
 // events and a snapshot, each behind a lock that is never held during a step, so none of them waits
 // for the device.
+//
+// engine.cc makes and ends it and tells what can be seen of it; engine_submit.cc and
+// engine_slots.cc are the callers' side; engine_loop.cc is the loop, engine_lanes.cc loads what it
+// needs, engine_step.cc takes one lane's step, engine_release.cc ends requests.
 #pragma once
 
 #include <atomic>
