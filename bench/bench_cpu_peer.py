@@ -11,7 +11,8 @@ On a machine that is busy otherwise, two threads that wait for one another at ba
 and llama.cpp, which spins there, most: such ratios flatter. `--threads 1 --cpu-time` compares tokens per second of the
 process's CPU time instead, which waiting for a core does not change.
 
-* decode    every sequence has `--depth` tokens behind it and is extended by `--steps`. xLLM's steps are whole ones,
+* decode    every sequence has `--depth` tokens behind it and is extended by `--steps` (xLLM's by up to four more for
+            each further sequence, since they do not begin in the same step). xLLM's steps are whole ones,
             sampler and event queue included; llama.cpp computes the logits of given tokens and nothing else.
 * prefill   one prompt of 512 tokens that no cache knows, up to its first token (llama.cpp: its last logits).
 """
@@ -34,6 +35,9 @@ from cyengine import Engine, EngineConfig, FinishedEvent, Request, TokenEvent
 PREFILL = 512
 #: Between two runs: the peer's threads go on spinning for a while.
 PAUSE_S = 0.2
+#: Steps that a further sequence may begin later than the one before it: what the prefix cache has not kept of its
+#: prompt is computed beside those that decode already.
+STAGGER = 4
 
 Cell = dict[str, Any]
 
@@ -85,8 +89,8 @@ class Ours:
 
     def __init__(self, args: argparse.Namespace, batches: list[int], vocab_size: int) -> None:
         """Run every prompt once."""
-        length = max(args.depth + args.steps + 2, PREFILL + 2)
         num_slots = max([*batches, 1])
+        length = max(args.depth + args.steps + STAGGER * num_slots + 2, PREFILL + 2)
         config = EngineConfig(
             num_threads=args.threads,
             max_slots=num_slots,
@@ -119,9 +123,13 @@ class Ours:
 
     def decode(self, batch: int) -> float:
         """Return tokens per second of `batch` sequences, while all of them decode."""
-        times = self._run(self._prompts[:batch], self._steps + 1)
-        started, ended = max(t[0] for t in times), min(t[-1] for t in times)
-        return sum(started < at <= ended for t in times for at in t) / (ended - started)
+        times = self._run(self._prompts[:batch], self._steps + STAGGER * (batch - 1) + 1)
+        started = max(t[0] for t in times)
+        ended = min(t[-1] for t in times)
+        count = sum(started < at <= ended for t in times for at in t)
+        if count < batch * self._steps // 2:
+            raise RuntimeError(f"{batch} sequences decoded together for {count} tokens only")
+        return count / (ended - started)
 
     def prefill(self) -> float:
         """Return tokens per second of one prompt, from its submission to its first token."""

@@ -115,7 +115,8 @@ struct Bench {
             for (int r = 0; r + 64 <= rows; r += 64) {
               const uint8_t *from = weights.data<uint8_t>() + static_cast<uint64_t>(r) * row_bytes;
               if (tile != nullptr) {
-                tile(from, row_bytes, 64, acts.data(), num_tokens, planes, cols, out.data(), 64);
+                tile(from, row_bytes, 64, act.packed(0, precision), num_tokens, planes, cols,
+                     out.data(), 64);
                 continue;
               }
               for (int t = 0; t < num_tokens; t += kTokenTile) {

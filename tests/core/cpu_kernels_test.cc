@@ -13,6 +13,7 @@
 #include <sys/auxv.h>
 #endif
 
+#include "backend/cpu/act_pack.h"
 #include "backend/cpu/activations.h"
 #include "backend/cpu/choose_kernels.h"
 #include "backend/cpu/dequant.h"
@@ -188,9 +189,18 @@ std::vector<float> dot_interleaved(const Kernels &kernels, DType dtype,
                          std::min(cpu::kInterleavedRows, rows - r), cols,
                          tiles.data() + static_cast<size_t>(r) * row_bytes);
   }
-  const int num_tokens = static_cast<int>(acts.size()) / num_planes;
+  const int num_acts = static_cast<int>(acts.size()), num_tokens = num_acts / num_planes;
   std::vector<float> out(static_cast<size_t>(rows * num_tokens), NAN);
-  kernels.tiles[static_cast<int>(dtype)](tiles.data(), row_bytes, rows, acts.data(), num_tokens,
+  std::vector<uint8_t> packed(
+      (acts.size() + cpu::kPackedSpareRows) * static_cast<size_t>(cols / 32 * cpu::kPackedRowBytes),
+      0xee);
+  for (int i = 0; i < num_acts; ++i) {
+    for (const int first : {0, cols / 2 / 32 * 32}) {  // as stages do it, a piece after the other
+      pack_activations(acts[static_cast<size_t>(i)], i, num_acts, kernels.tile_rows, cols, first,
+                       first == 0 ? cols / 2 / 32 * 32 : cols - first, packed.data());
+    }
+  }
+  kernels.tiles[static_cast<int>(dtype)](tiles.data(), row_bytes, rows, packed.data(), num_tokens,
                                          num_planes, cols, out.data(), rows);
   return out;
 }

@@ -68,8 +68,8 @@ bool agree(const std::vector<float> &a, const std::vector<float> &b, size_t widt
 // False when this KV type does not suit the model.
 bool compute(const Model &model, WeightForm form, KvType kv_type) {
   const ModelDims &dims = model.dims();
-  std::vector<int32_t> ids;
-  for (int i = 0; i < 21; ++i) ids.push_back((7 * i + i * i / 3) % dims.vocab_size);
+  std::vector<int32_t> ids(21);
+  for (int i = 0; i < 21; ++i) ids[static_cast<size_t>(i)] = (7 * i + i * i / 3) % dims.vocab_size;
   std::vector<float> first;
   for (const char *instruction_set : {"", "scalar", "avx2"}) {
     BackendOptions options;

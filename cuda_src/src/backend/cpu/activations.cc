@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "backend/cpu/act_pack.h"
+
 namespace xllm::cpu {
 namespace {
 
@@ -9,19 +11,27 @@ constexpr int kPlanes = 2;
 // Columns whose remainder is held at a time.
 constexpr int kRemainderCols = 256;
 
+// f32 4, and in each plane d and ds 8 per 32, sum 2 per 16, q 1, and all that packed; generous for
+// widths that are no multiple of 32.
+uint64_t bytes_per_token(int cols) {
+  const auto blocks = static_cast<uint64_t>(cols + 31) / 32;
+  return blocks * (32 * sizeof(float) +
+                   kPlanes * (2 * sizeof(float) + 2 * sizeof(int16_t) + 32 + kPackedRowBytes));
+}
+
 }  // namespace
 
-// f32 4, and in each plane d and ds 8 per 32, sum 2 per 16, q 1; generous for widths that are no
-// multiple of 32.
-uint64_t Activations::bytes_per_token(int cols) {
-  const auto blocks = static_cast<uint64_t>(cols + 31) / 32;
-  return blocks * (32 * sizeof(float) + kPlanes * (2 * sizeof(float) + 2 * sizeof(int16_t) + 32));
+// A further token's planes are what a last group may have place for.
+uint64_t Activations::plan_bytes(int num_tokens, int cols) {
+  static_assert(kPackedSpareRows <= kPlanes, "one token more");
+  return bytes_per_token(cols) * (static_cast<uint64_t>(num_tokens) + 1);
 }
 
 void Activations::reserve(Allocator *allocator, int num_tokens, int cols) {
   cols_ = cols;
   num_tokens_ = num_tokens;
-  const uint64_t needed = bytes_per_token(cols) * static_cast<uint64_t>(num_tokens);
+  step_tokens_ = num_tokens;
+  const uint64_t needed = plan_bytes(num_tokens, cols);
   if (memory_.size_bytes() < needed) memory_ = Buffer(allocator, needed);
   const int64_t tokens = num_tokens, blocks = (cols + 31) / 32, rows = kPlanes * tokens;
   f_ = memory_.data<float>();
@@ -29,12 +39,17 @@ void Activations::reserve(Allocator *allocator, int num_tokens, int cols) {
   ds_ = d_ + rows * blocks;
   sum_ = reinterpret_cast<int16_t *>(ds_ + rows * blocks);
   q_ = reinterpret_cast<int8_t *>(sum_ + rows * blocks * 2);
+  packed_ = reinterpret_cast<uint8_t *>(q_ + rows * blocks * 32);
 }
 
 ActRow Activations::row(int token, int plane) const {
   const int64_t blocks = cols_ / 32, row = int64_t{plane} * num_tokens_ + token;
   return {f(token), q_ + row * cols_, d_ + row * blocks, ds_ + row * blocks,
           sum_ + row * blocks * 2};
+}
+
+const uint8_t *Activations::packed(int token, Precision precision) const {
+  return packed_ + int64_t{token} * num_planes(precision) * (cols_ / 32) * kPackedRowBytes;
 }
 
 void Activations::quantize_plane(const Kernels &kernels, const float *f, int64_t row, int first,
@@ -47,6 +62,13 @@ void Activations::quantize(const Kernels &kernels, Precision precision, int toke
                            int count) const {
   if (cols_ % 32 != 0) return;
   quantize_plane(kernels, f(token) + first, token, first, count);
+  const auto pack = [&](int plane) {
+    const int planes = num_planes(precision);
+    if (kernels.tile_rows != 0)
+      pack_activations(row(token, plane), token * planes + plane, step_tokens_ * planes,
+                       kernels.tile_rows, cols_, first, count, packed_);
+  };
+  pack(0);
   if (precision != Precision::kFine) return;
   const ActRow coarse = row(token);
   float left[kRemainderCols];
@@ -55,6 +77,7 @@ void Activations::quantize(const Kernels &kernels, Precision precision, int toke
     kernels.remainder(f(token) + at, cols, coarse.q + at, coarse.d + at / 32, left);
     quantize_plane(kernels, left, int64_t{num_tokens_} + token, at, cols);
   }
+  pack(1);
 }
 
 }  // namespace xllm::cpu

@@ -29,15 +29,20 @@ inline bool is_fine_layer(int layer, int num_layers) {
 // or two. Both forms are kept: a file mixes tensor types.
 class Activations {
  public:
-  static uint64_t bytes_per_token(int cols);
+  // Of num_tokens rows.
+  static uint64_t plan_bytes(int num_tokens, int cols);
 
   // Room for num_tokens rows; keeps what it has when that is enough, else contents are lost.
   void reserve(Allocator *allocator, int num_tokens, int cols);
+  // How many rows the step has, at most those there is room for: what is packed depends on it.
+  void begin_step(int num_tokens) { step_tokens_ = num_tokens; }
 
   int cols() const { return cols_; }
   float *f(int token) const { return f_ + int64_t{token} * cols_; }
   // The row as plane 0 has it, and what that left as plane 1.
   ActRow row(int token, int plane = 0) const;
+  // The rows from `token` on, packed (act_pack.h) with as many planes as they were quantised to.
+  const uint8_t *packed(int token, Precision precision) const;
   // Fills the int8 form of columns [first, first + count), multiples of 32, from the f32 form.
   // Nothing where cols is no multiple.
   void quantize(const Kernels &kernels, Precision precision, int token, int first, int count) const;
@@ -52,13 +57,15 @@ class Activations {
                       int count) const;
 
   int cols_ = 0;
-  int num_tokens_ = 0;
+  int num_tokens_ = 0;  // there is room for
+  int step_tokens_ = 0;
   Buffer memory_;
   float *f_ = nullptr;  // then, per plane and token:
   float *d_ = nullptr;
   float *ds_ = nullptr;
   int16_t *sum_ = nullptr;
   int8_t *q_ = nullptr;
+  uint8_t *packed_ = nullptr;
 };
 
 }  // namespace xllm::cpu

@@ -84,7 +84,7 @@ void CpuBackend::add_product(CpuWorkspace &ws, const CpuWeights &weights, const 
                              const Vector &bias, const Activations &act, Precision precision,
                              const Vector &norm, Precision next) {
   const Product product = {&matrix, ws.sum(0), weights.dims().hidden_size};
-  multiply(pool_, *kernels_, &product, 1, act, nullptr, ws.num_tokens(), precision,
+  multiply(pool_, *kernels_, &product, 1, act, ws.num_tokens(), precision,
            [&](int, int first_row, int num_rows, int first_token, int num_tokens) {
              for (int t = first_token; t < first_token + num_tokens; ++t) {
                float *sum = ws.sum(t) + first_row;

@@ -35,10 +35,11 @@ CpuWorkspace::CpuWorkspace(const ModelDims &dims, Allocator *allocator, int num_
 
 uint64_t CpuWorkspace::plan_bytes(const ModelDims &dims, int num_threads, int num_tokens,
                                   int num_logits) {
-  const uint64_t per_token = row_bytes(dims) + Activations::bytes_per_token(dims.hidden_size) +
-                             Activations::bytes_per_token(dims.num_heads * dims.head_dim) +
-                             Activations::bytes_per_token(dims.intermediate_size);
-  return per_token * static_cast<uint64_t>(num_tokens) +
+  return row_bytes(dims) * static_cast<uint64_t>(num_tokens) +
+         Activations::plan_bytes(num_tokens, dims.hidden_size) +
+         Activations::plan_bytes(num_tokens, dims.num_heads * dims.head_dim) +
+         Activations::plan_bytes(num_tokens, dims.intermediate_size) +
+         Activations::plan_bytes(num_logits, dims.hidden_size) +
          floats(int64_t{num_logits} * dims.vocab_size) +
          floats(thread_scratch_floats(dims) * num_threads);
 }
@@ -47,7 +48,17 @@ void CpuWorkspace::reserve(int num_tokens, int num_logits) {
   num_tokens_ = num_tokens;
   num_logits_ = num_logits;
   grow(&logits_, allocator_, floats(int64_t{num_logits} * dims_.vocab_size));
-  if (num_tokens <= capacity_tokens_) return;
+  if (num_logits > capacity_logits_) {
+    capacity_logits_ = 0;
+    head_act_.reserve(allocator_, num_logits, dims_.hidden_size);
+    capacity_logits_ = num_logits;
+  }
+  head_act_.begin_step(num_logits);
+  if (num_tokens > capacity_tokens_) grow_rows(num_tokens);
+  for (Activations *act : {&hidden_act_, &attn_act_, &ffn_act_}) act->begin_step(num_tokens);
+}
+
+void CpuWorkspace::grow_rows(int num_tokens) {
   capacity_tokens_ = 0;
   const int64_t rows = num_tokens;
   grow(&x_, allocator_, floats(rows * dims_.hidden_size));
@@ -70,7 +81,8 @@ float *CpuWorkspace::attention_parts(int64_t num_floats) {
 }
 
 uint64_t CpuWorkspace::size_bytes() const {
-  uint64_t total = hidden_act_.size_bytes() + attn_act_.size_bytes() + ffn_act_.size_bytes();
+  uint64_t total = hidden_act_.size_bytes() + attn_act_.size_bytes() + ffn_act_.size_bytes() +
+                   head_act_.size_bytes();
   for (const Buffer *buffer : {&x_, &q_, &k_, &v_, &cos_sin_, &sum_, &logits_, &scratch_, &parts_})
     total += buffer->size_bytes();
   return total;

@@ -46,7 +46,9 @@ class CpuWorkspace : public Workspace {
   Activations &hidden_act() { return hidden_act_; }  // [hidden] normalised residual
   Activations &attn_act() { return attn_act_; }      // [num_heads * head_dim] attention's output
   Activations &ffn_act() { return ffn_act_; }        // [intermediate] silu(gate) * up
-  const Activations *last_act = nullptr;             // what the last stage left, for taps
+  // [hidden] the rows of hidden_act that want logits, where some want none
+  Activations &head_act() { return head_act_; }
+  const Activations *last_act = nullptr;  // what the last stage left, for taps
 
   // Floats that each thread has for itself: attention's key and value tiles and states, or a piece
   // of gate and up.
@@ -60,13 +62,15 @@ class CpuWorkspace : public Workspace {
   float *attention_parts(int64_t num_floats);
 
  private:
+  void grow_rows(int num_tokens);
   int q_width() const { return dims_.num_heads * dims_.head_dim; }
   int kv_width() const { return dims_.num_kv_heads * dims_.head_dim; }
 
   const ModelDims &dims_;  // of the weights, which outlive the workspace
   Allocator *allocator_;
   Buffer x_, q_, k_, v_, cos_sin_, sum_, logits_, scratch_, parts_;
-  Activations hidden_act_, attn_act_, ffn_act_;
+  Activations hidden_act_, attn_act_, ffn_act_, head_act_;
+  int capacity_logits_ = 0;
   int capacity_tokens_ = 0;
   int num_tokens_ = 0;
   int num_logits_ = 0;

@@ -31,7 +31,7 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
   // A chunk owns the same rows of gate and up, whole quantised blocks of h, and finishes them while
   // they are in the core's cache.
   const int chunk_rows = ffn_chunk_rows(num_tokens, dims.intermediate_size, pool_.num_threads());
-  const int chunk_tokens = kFfnValues / chunk_rows;
+  const int chunk_tokens = kFfnValues / chunk_rows / kTokenStep * kTokenStep;
   const int64_t row_chunks = (dims.intermediate_size + chunk_rows - 1) / chunk_rows;
   const int64_t token_blocks = (num_tokens + chunk_tokens - 1) / chunk_tokens;
   pool_.parallel_for(row_chunks * token_blocks, [&](int64_t chunk, int thread) {
@@ -40,10 +40,10 @@ void CpuBackend::ffn(Workspace &ws_base, const WeightSet &weights_base, int laye
     const int first_token = static_cast<int>(chunk / row_chunks) * chunk_tokens;
     const int count = std::min(chunk_tokens, num_tokens - first_token);
     float *gate = ws.thread_scratch(thread), *up = gate + kFfnValues;
-    multiply_chunk(*kernels_, layer.gate, first_row, num_rows, ws.hidden_act(), nullptr,
-                   first_token, count, Precision::kInt8, gate, chunk_rows);
-    multiply_chunk(*kernels_, layer.up, first_row, num_rows, ws.hidden_act(), nullptr, first_token,
-                   count, Precision::kInt8, up, chunk_rows);
+    multiply_chunk(*kernels_, layer.gate, first_row, num_rows, ws.hidden_act(), first_token, count,
+                   Precision::kInt8, gate, chunk_rows);
+    multiply_chunk(*kernels_, layer.up, first_row, num_rows, ws.hidden_act(), first_token, count,
+                   Precision::kInt8, up, chunk_rows);
     for (int t = 0; t < count; ++t) {
       const int token = first_token + t, at = t * chunk_rows;
       kernels_->silu_mul(gate + at, up + at, num_rows, h.f(token) + first_row);

@@ -46,10 +46,10 @@ using DotFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows,
                        int num_tokens, int cols, float *out, int64_t out_stride);
 
 // The same over weights as interleave.h lays them out: rows from a multiple of kInterleavedRows on,
-// any number of tokens, each given as its num_planes (1 or 2) rows of acts one after the other. The
-// products of a token's two planes are added at the end.
+// any number of tokens, packed as act_pack.h says, each as its num_planes (1 or 2) rows one after
+// the other. The products of a token's two planes are added at the end.
 using TileFn = void (*)(const uint8_t *weights, uint64_t row_bytes, int num_rows,
-                        const ActRow *acts, int num_tokens, int num_planes, int cols, float *out,
+                        const uint8_t *acts, int num_tokens, int num_planes, int cols, float *out,
                         int64_t out_stride);
 
 // Attention is computed over tiles of this many keys, at positions that are multiples of it, and
@@ -74,6 +74,8 @@ struct Kernels {
   // The product of interleaved weights; null for a type that this set computes from the file's
   // rows.
   TileFn tiles[32];
+  // Rows of activations that those take at once, 8 or 4; 0 where there are none.
+  int tile_rows;
 
   // q, d, ds and sum of ActRow from f. cols is a multiple of 32. d = max|x| / 127 with its two low
   // mantissa bits cleared, q = round to nearest even of x * (1 / d) within -127..127. A block whose

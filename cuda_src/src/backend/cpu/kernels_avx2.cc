@@ -76,6 +76,7 @@ void quantize_avx2(const float *f, int cols, int8_t *q, float *d, float *ds, int
 Kernels make_kernels() {
   Kernels k = {};
   k.name = "avx2";
+  k.tile_rows = kAvx2TileRows;
   for (uint32_t type = 0; type < 32; ++type) {
     const auto dtype = static_cast<DType>(type);
     k.dots[type] = avx2_quant_dot(dtype);

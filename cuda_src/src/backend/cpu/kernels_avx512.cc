@@ -11,6 +11,7 @@ namespace {
 Kernels make_kernels() {
   Kernels k = avx2_kernels();
   k.name = "avx512";
+  k.tile_rows = kAvx512TileRows;
   for (uint32_t type = 0; type < 32; ++type)
     k.tiles[type] = avx512_tile_dot(static_cast<DType>(type));
   k.attend_tile = avx512_attend_tile;

@@ -76,6 +76,7 @@ void quantize_neon(const float *f, int cols, int8_t *q, float *d, float *ds, int
 Kernels make_kernels() {
   Kernels k = {};
   k.name = "neon";
+  k.tile_rows = kNeonTileRows;
   for (uint32_t type = 0; type < 32; ++type) {
     const auto dtype = static_cast<DType>(type);
     k.dots[type] = neon_quant_dot(dtype);

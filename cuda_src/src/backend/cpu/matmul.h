@@ -15,6 +15,9 @@
 
 namespace xllm::cpu {
 
+// Chunks begin at multiples of this many tokens, where any set's groups of packed rows do
+// (act_pack.h).
+constexpr int kTokenStep = 8;
 // Tokens of a chunk, at most: the chunk's rows are read once for all of them.
 constexpr int kTokenBlock = 256;
 // Activations of a chunk, at most: they stay in the core's second cache while the rows pass.
@@ -30,25 +33,17 @@ constexpr int64_t kFfnScratchFloats = int64_t{2} * kFfnValues;
 
 // out[t * out_stride + r] = dot(weights row first_row + r, act row t): the whole of one chunk, on
 // the calling thread.
-//   num_tokens   at most kTokenBlock
+//   first_token  a multiple of kTokenStep
+//   num_tokens   at most kTokenBlock; a multiple of kTokenStep, or all that are left
 //   precision    of activations that meet quantised weights; act holds that many planes
-//   token_rows   which rows of act the tokens are; null: first_token, first_token + 1, ...
 inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int first_row,
-                           int num_rows, const Activations &act, const int32_t *token_rows,
-                           int first_token, int num_tokens, Precision precision, float *out,
-                           int64_t out_stride) {
-  const auto row_of = [&](int i) {
-    return token_rows != nullptr ? token_rows[first_token + i] : first_token + i;
-  };
+                           int num_rows, const Activations &act, int first_token, int num_tokens,
+                           Precision precision, float *out, int64_t out_stride) {
   const int planes = weights.is_float() ? 1 : num_planes(precision);
   if (weights.is_interleaved) {
-    ActRow rows[2 * kTokenBlock];
-    for (int i = 0; i < num_tokens; ++i) {
-      for (int p = 0; p < planes; ++p) rows[i * planes + p] = act.row(row_of(i), p);
-    }
-    kernels.tiles[static_cast<int>(weights.dtype)](weights.row(first_row), weights.row_bytes,
-                                                   num_rows, rows, num_tokens, planes, weights.cols,
-                                                   out, out_stride);
+    kernels.tiles[static_cast<int>(weights.dtype)](
+        weights.row(first_row), weights.row_bytes, num_rows, act.packed(first_token, precision),
+        num_tokens, planes, weights.cols, out, out_stride);
     return;
   }
   const DotFn dot = kernels.dots[static_cast<int>(weights.dtype)];
@@ -56,7 +51,7 @@ inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int fi
     for (int t = 0; t < num_tokens; t += kTokenTile) {
       ActRow rows[kTokenTile];
       const int count = std::min(kTokenTile, num_tokens - t);
-      for (int i = 0; i < count; ++i) rows[i] = act.row(row_of(t + i), p);
+      for (int i = 0; i < count; ++i) rows[i] = act.row(first_token + t + i, p);
       if (p == 0) {
         dot(weights.row(first_row), weights.row_bytes, num_rows, rows, count, weights.cols,
             out + t * out_stride, out_stride);
@@ -74,9 +69,10 @@ inline void multiply_chunk(const Kernels &kernels, const Matrix &weights, int fi
   }
 }
 
-// Tokens of a chunk whose activations have this many columns in all planes: a multiple of eight.
+// Tokens of a chunk whose activations have this many columns in all planes.
 inline int token_block(int cols) {
-  return std::max(8, std::min(kTokenBlock, kTokenBlockBytes / cols / 8 * 8));
+  return std::max(kTokenStep,
+                  std::min(kTokenBlock, kTokenBlockBytes / cols / kTokenStep * kTokenStep));
 }
 
 // One matrix of a product and where its results go: out[token * out_stride + row].
@@ -90,8 +86,7 @@ struct Product {
 // num_tokens) follows each chunk on the thread that computed it.
 template <typename Done>
 void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products, int num_products,
-              const Activations &act, const int32_t *token_rows, int num_tokens,
-              Precision precision, const Done &done) {
+              const Activations &act, int num_tokens, Precision precision, const Done &done) {
   int64_t total_rows = 0;
   for (int p = 0; p < num_products; ++p) total_rows += products[p].weights->rows;
   // About eight chunks per thread, so that the last one to finish is not waited for long; a
@@ -119,8 +114,8 @@ void multiply(ThreadPool &pool, const Kernels &kernels, const Product *products,
     const int first_row = static_cast<int>(index) * chunk_rows;
     const int num_rows = std::min(chunk_rows, product.weights->rows - first_row);
     const int count = std::min(block_tokens, num_tokens - first_token);
-    multiply_chunk(kernels, *product.weights, first_row, num_rows, act, token_rows, first_token,
-                   count, precision, product.out + first_token * product.out_stride + first_row,
+    multiply_chunk(kernels, *product.weights, first_row, num_rows, act, first_token, count,
+                   precision, product.out + first_token * product.out_stride + first_row,
                    product.out_stride);
     done(p, first_row, num_rows, first_token, count);
   });

@@ -32,8 +32,8 @@ void CpuBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int laye
   const Product products[3] = {{&layer.q, ws.q(0), layer.q.rows},
                                {&layer.k, ws.k(0), layer.k.rows},
                                {&layer.v, ws.v(0), layer.v.rows}};
-  multiply(pool_, *kernels_, products, 3, ws.hidden_act(), nullptr, batch.num_tokens(),
-           Precision::kFine, [](int, int, int, int, int) {});
+  multiply(pool_, *kernels_, products, 3, ws.hidden_act(), batch.num_tokens(), Precision::kFine,
+           [](int, int, int, int, int) {});
 
   pool_.parallel_for(batch.num_tokens(), [&](int64_t t, int) {
     const int token = static_cast<int>(t);

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "backend/cpu/act_pack.h"
 #include "backend/cpu/interleave.h"
 #include "backend/cpu/kernels.h"
 #include "tensor/quant.h"
@@ -36,11 +37,11 @@ struct Tile {
   typename V::F high_half(int i) const { return V::high_halves(word(i)); }
 };
 
-// Piece `piece` of `pieces` of a tile some two ahead, towards the caches: for products of many rows
-// of activations, which compute for so long between two loads that a core cannot see far enough
-// ahead by itself. All of a tile at once, or with fewer rows, costs more than it gains
-// (docs/perf/cpu.md).
-template <int kBytes, int T, int piece, int pieces, typename V>
+// Piece `piece` of `pieces` of a tile some two ahead, towards cache `level`: for products of eight
+// rows of activations, which compute for so long between two loads that a core cannot see far
+// enough ahead by itself. With fewer rows it costs more than it gains, and the level is what
+// measured faster for each kind of tile (docs/perf/cpu.md).
+template <int kBytes, int T, int level, int piece, int pieces, typename V>
 inline void fetch_ahead(const Tile<V> &tile) {
   constexpr int kTileBytes = kInterleavedRows * kBytes;
   constexpr int kLines = (kTileBytes / 64 + pieces - 1) / pieces;
@@ -48,7 +49,7 @@ inline void fetch_ahead(const Tile<V> &tile) {
   if (T < 8) return;
 #pragma GCC unroll 16
   for (int i = piece * kLines; i < (piece + 1) * kLines; ++i)
-    __builtin_prefetch(tile.words + kDistance + 64 * i, 0, 2);
+    __builtin_prefetch(tile.words + kDistance + 64 * i, 0, level == 1 ? 3 : 2);
 }
 
 template <typename V>
@@ -58,6 +59,13 @@ inline typename V::I low_nibbles(typename V::I x) {
 template <typename V>
 inline typename V::I high_nibbles(typename V::I x) {
   return V::band(V::template shift_right<4>(x), V::set1(0x0f0f0f0f));
+}
+// The integer that a dot of codes raised by kOffset starts from: kOffset * minus_sum.
+template <typename V, int kOffset>
+inline typename V::I start_of(int32_t minus_sum) {
+  constexpr int kShift = kOffset == 128 ? 7 : kOffset == 32 ? 5 : kOffset == 16 ? 4 : 3;
+  static_assert(kOffset == 1 << kShift, "a power of two");
+  return V::template shift_left<kShift>(V::set1(minus_sum));
 }
 // Bit kBit of every byte to bit 4.
 template <typename V, int kBit>
@@ -159,8 +167,9 @@ struct TilePlain {
     for (int t = 0; t < T; ++t) acc[t] = V::zero();
   }
 
-  void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
-    fetch_ahead<kBytes, T, 0, 1>(tile);
+  void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {
+    fetch_ahead<kBytes, T, 1, 0, 1>(tile);
+    const PackedBlock<T> &act = acts[b];
     I w[8];
     Type::template codes<V>(tile, w);
     F d, m = V::zero();
@@ -173,10 +182,10 @@ struct TilePlain {
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       I start = V::set1(0);
-      if (kOffset != 0) start = V::set1(-kOffset * (acts[t].sum[2 * b] + acts[t].sum[2 * b + 1]));
-      const I sum = V::template dot<Type::kCodes, 8>(w, acts[t].q + b * kQuantBlock, start);
-      acc[t] = V::fma(V::mul(d, V::set1_float(acts[t].d[b])), V::to_float(sum), acc[t]);
-      if (Type::kHasMin) acc[t] = V::fma(m, V::set1_float(acts[t].ds[b]), acc[t]);
+      if constexpr (kOffset != 0) start = start_of<V, kOffset>(act.whole[t]);
+      const I sum = V::template dot<Type::kCodes, 8>(w, act.q[t], start);
+      acc[t] = V::fma(V::mul(d, V::set1_float(act.d[t])), V::to_float(sum), acc[t]);
+      if (Type::kHasMin) acc[t] = V::fma(m, V::set1_float(act.ds[t]), acc[t]);
     }
   }
 };
@@ -258,22 +267,22 @@ struct TileK4 {
   }
 
   template <int s>
-  static void add_sub_block(const Tile<V> &tile, const TileScalesK4<V> &scales, const ActRow *acts,
-                            int b, F inner[T], F least[T]) {
-    const int a = 8 * b + s;  // the activations' block
-    fetch_ahead<kBytes, T, s, 8>(tile);
+  static void add_sub_block(const Tile<V> &tile, const TileScalesK4<V> &scales,
+                            const PackedBlock<T> *acts, int b, F inner[T], F least[T]) {
+    const PackedBlock<T> &act = acts[8 * b + s];
+    fetch_ahead<kBytes, T, 2, s, 8>(tile);
     I w[8];
     Type::template codes<V, s>(tile, w);
     const F scale = scales.template scale_of<s>(), min = scales.template min_of<s>();
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      const I sum = V::template dot<Type::kCodes, 8>(w, acts[t].q + 32 * a, V::set1(0));
-      inner[t] = V::fma(V::set1_float(acts[t].d[a]), V::mul(V::to_float(sum), scale), inner[t]);
-      least[t] = V::fma(V::set1_float(acts[t].ds[a]), min, least[t]);
+      const I sum = V::template dot<Type::kCodes, 8>(w, act.q[t], V::set1(0));
+      inner[t] = V::fma(V::set1_float(act.d[t]), V::mul(V::to_float(sum), scale), inner[t]);
+      least[t] = V::fma(V::set1_float(act.ds[t]), min, least[t]);
     }
   }
 
-  void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
+  void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {
     const TileScalesK4<V> scales(tile);
     F inner[T], least[T];
     for (int t = 0; t < T; ++t) inner[t] = least[t] = V::zero();
@@ -319,9 +328,9 @@ struct TileQ6_K {
   }
 
   template <int s>
-  static void add_sub_block(const Tile<V> &tile, const ActRow *acts, int b, F inner[T]) {
-    const int a = 8 * b + s;  // the activations' block
-    fetch_ahead<kBytes, T, s, 8>(tile);
+  static void add_sub_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b, F inner[T]) {
+    const PackedBlock<T> &act = acts[8 * b + s];
+    fetch_ahead<kBytes, T, 2, s, 8>(tile);
     I w[8];
     codes_of_q6_k<V, s>(tile, w);
     const I scales = tile.word(s / 2);
@@ -329,17 +338,17 @@ struct TileQ6_K {
             scale2 = signed_byte_to_float<V, 2 * (s % 2) + 1>(scales);
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      const int8_t *q = acts[t].q + 32 * a;
-      const int16_t *sums = acts[t].sum + 2 * a;
-      const I first = V::template dot<Codes::k6Bits, 4>(w, q, V::set1(-32 * sums[0]));
-      const I second = V::template dot<Codes::k6Bits, 4>(w + 4, q + 16, V::set1(-32 * sums[1]));
+      const int8_t *q = act.q[t];
+      const I first = V::template dot<Codes::k6Bits, 4>(w, q, start_of<V, 32>(act.half[0][t]));
+      const I second =
+          V::template dot<Codes::k6Bits, 4>(w + 4, q + 16, start_of<V, 32>(act.half[1][t]));
       // Exact: both products and their sum are integers below 2^24.
       const F sum = V::fma(V::to_float(second), scale2, V::mul(V::to_float(first), scale));
-      inner[t] = V::fma(V::set1_float(acts[t].d[a]), sum, inner[t]);
+      inner[t] = V::fma(V::set1_float(act.d[t]), sum, inner[t]);
     }
   }
 
-  void add_block(const Tile<V> &tile, const ActRow *acts, int b) {
+  void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {
     F inner[T];
     for (int t = 0; t < T; ++t) inner[t] = V::zero();
     add_sub_block<0>(tile, acts, b, inner);
@@ -357,11 +366,12 @@ struct TileQ6_K {
 
 // ---- rows and tokens ----
 
-// Sixteen rows (num_rows of them wanted) by T rows of activations, num_acts of them wanted: whole
-// tokens of num_planes each.
+// Sixteen rows (num_rows of them wanted) by a group of T rows of activations, num_acts of them
+// wanted: whole tokens of num_planes each.
 template <typename V, typename Product, int T>
-inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *acts, int num_acts,
+inline void multiply_tile(const uint8_t *weights, int num_rows, const uint8_t *group, int num_acts,
                           int num_planes, int cols, float *out, int64_t out_stride) {
+  const auto *acts = reinterpret_cast<const PackedBlock<T> *>(group);
   constexpr int kHalfBytes = Product::kHasHalf ? 2 * kInterleavedRows : 0;
   constexpr int kTileBytes = kInterleavedRows * Product::kBytes;
   for (int r = 0; r < num_rows; r += V::kRows) {
@@ -389,44 +399,31 @@ inline void multiply_tile(const uint8_t *weights, int num_rows, const ActRow *ac
   }
 }
 
-// TileFn of a type: P<T> is its product for T tokens.
+// TileFn of a type: P<T> is its product for T rows of activations.
 template <typename V, template <int> class P>
-void tile_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ActRow *acts,
+void tile_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const uint8_t *acts,
               int num_tokens, int num_planes, int cols, float *out, int64_t out_stride) {
   const int num_acts = num_tokens * num_planes;
   for (int r = 0; r < num_rows; r += kInterleavedRows) {
     const uint8_t *tile = weights + static_cast<uint64_t>(r) * row_bytes;
     const int rows = num_rows - r < kInterleavedRows ? num_rows - r : kInterleavedRows;
+    const uint8_t *group = acts;
     for (int t = 0; t < num_acts;) {  // always whole tokens
-      const int left = num_acts - t;
+      const int left = num_acts - t, width = packed_group(left, V::kMaxTokens);
+      const int count = left < width ? left : width;
       float *to = out + t / num_planes * out_stride + r;
-      // A product for one row more than there are computes the last one again: cheaper than
-      // unpacking twice.
-      ActRow padded[8];
-      const ActRow *from = acts + t;
-      const auto pad = [&](int count) {
-        if (left >= count) return;
-        for (int i = 0; i < count; ++i) padded[i] = from[i < left ? i : left - 1];
-        from = padded;
-      };
-      int count;
-      if (V::kMaxTokens >= 8 && left >= 6) {
-        pad(8);
-        count = left < 8 ? left : 8;
-        multiply_tile<V, P<V::kMaxTokens>, V::kMaxTokens>(tile, rows, from, count, num_planes, cols,
-                                                          to, out_stride);
-      } else if (left >= 3) {
-        pad(4);
-        count = left < 4 ? left : 4;
-        multiply_tile<V, P<4>, 4>(tile, rows, from, count, num_planes, cols, to, out_stride);
-      } else if (left == 2) {
-        count = 2;
-        multiply_tile<V, P<2>, 2>(tile, rows, from, count, num_planes, cols, to, out_stride);
+      if (V::kMaxTokens >= 8 && width == 8) {
+        multiply_tile<V, P<V::kMaxTokens>, V::kMaxTokens>(tile, rows, group, count, num_planes,
+                                                          cols, to, out_stride);
+      } else if (width == 4) {
+        multiply_tile<V, P<4>, 4>(tile, rows, group, count, num_planes, cols, to, out_stride);
+      } else if (width == 2) {
+        multiply_tile<V, P<2>, 2>(tile, rows, group, count, num_planes, cols, to, out_stride);
       } else {
-        count = 1;
-        multiply_tile<V, P<1>, 1>(tile, rows, from, count, num_planes, cols, to, out_stride);
+        multiply_tile<V, P<1>, 1>(tile, rows, group, count, num_planes, cols, to, out_stride);
       }
       t += count;
+      group += int64_t{width} * (cols / 32) * kPackedRowBytes;
     }
   }
 }

@@ -12,7 +12,7 @@ struct TileAvx2 {
   using I = __m256i;
   using F = __m256;
   static constexpr int kRows = 8;
-  static constexpr int kMaxTokens = 4;  // 16 registers
+  static constexpr int kMaxTokens = kAvx2TileRows;  // 16 registers
   static constexpr int kRaised = 0;
 
   static I load(const uint8_t *p) {

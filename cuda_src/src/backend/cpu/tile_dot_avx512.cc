@@ -18,7 +18,7 @@ struct TileAvx512 {
   using F = __m512;
   static constexpr int kRows = 16;
   // 32 registers: eight of codes, two sums for each token, and what is in flight.
-  static constexpr int kMaxTokens = 8;
+  static constexpr int kMaxTokens = kAvx512TileRows;
   // VNNI multiplies unsigned by signed bytes: int8 codes are raised by this.
   static constexpr int kRaised = 128;
 

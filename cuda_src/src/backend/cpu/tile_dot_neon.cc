@@ -18,7 +18,7 @@ struct TileNeon {
   };
   static constexpr int kRows = 8;
   // 32 registers: sixteen of codes, four sums for each token.
-  static constexpr int kMaxTokens = 4;
+  static constexpr int kMaxTokens = kNeonTileRows;
   static constexpr int kRaised = 0;  // signed by signed bytes
 
   static I load(const uint8_t *p) {
