@@ -587,5 +587,29 @@ TEST(FactoryTest, AutoAlwaysGivesABackend) {
   }
 }
 
+// A set that is loaded beside running streams lets a step in between two pieces, however large the
+// tensor: a head of a real vocabulary takes seconds.
+TEST(CpuBackend, TellsOfALoadPieceByPiece) {
+  const TinyModel model(TinyOptions{});
+  ModelDims dims = model.dims;
+  dims.vocab_size = 100'000;
+  const std::vector<uint16_t> head(100'000 * static_cast<size_t>(dims.hidden_size), 0x3c00);
+  ModelTensors tensors = model.tensors;
+  tensors.head = {head.data(), DType::kF16, dims.vocab_size, dims.hidden_size, "output.weight"};
+  tensors.embedding = tensors.head;
+  BackendOptions options;
+  options.num_threads = 2;
+  const auto backend = make_backend(BackendKind::kCpu, options);
+  uint64_t last = 0, largest = 0, whole = 0;
+  const auto weights = backend->load_weights(dims, tensors, WeightForm::kDequantized,
+                                             [&](uint64_t done, uint64_t total) {
+                                               largest = std::max(largest, done - last);
+                                               last = done;
+                                               whole = total;
+                                             });
+  EXPECT_EQ(last, whole);
+  EXPECT_LE(largest, uint64_t{4} << 20);
+}
+
 }  // namespace
 }  // namespace xllm

@@ -10,6 +10,8 @@
 namespace xllm::cpu {
 namespace {
 
+constexpr uint64_t kPieceBytes = 2 << 20;  // of a tensor, as in the file
+
 // What a matrix is copied to; f32 tensors serve both forms where they lie.
 enum class Copy { kNone, kInterleaved, kF32 };
 
@@ -72,7 +74,8 @@ WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form,
   return bytes;
 }
 
-Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool) {
+Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool,
+                               const std::function<void(uint64_t)> &rows_done) {
   Matrix matrix;
   matrix.dtype = tensor.dtype;
   matrix.rows = static_cast<int>(tensor.rows);
@@ -80,30 +83,44 @@ Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, T
   matrix.row_bytes = tensor.row_bytes();
   matrix.data = static_cast<const uint8_t *>(tensor.data);
   const Copy copy = copy_of(tensor, form_, *kernels_);
-  if (copy == Copy::kNone) return matrix;
+  if (copy == Copy::kNone) {
+    rows_done(tensor.size_bytes());
+    return matrix;
+  }
 
   copies_.emplace_back(allocator, copy_bytes(tensor, copy));
   auto *to = copies_.back().data<uint8_t>();
   prefer_large_pages(to, copy_bytes(tensor, copy));
   size_bytes_ += copy_bytes(tensor, copy);
   matrix.data = to;
-  if (copy == Copy::kInterleaved) {
-    matrix.is_interleaved = true;
-    const int64_t groups = (tensor.rows + kInterleavedRows - 1) / kInterleavedRows;
-    pool->parallel_for(groups, [&](int64_t group, int) {
-      const int64_t row = group * kInterleavedRows;
-      interleave_rows(tensor.dtype, tensor.row(row), matrix.row_bytes,
-                      static_cast<int>(std::min<int64_t>(kInterleavedRows, tensor.rows - row)),
-                      matrix.cols, to + static_cast<uint64_t>(row) * matrix.row_bytes);
-    });
-    return matrix;
+  matrix.is_interleaved = copy == Copy::kInterleaved;
+  const auto copy_group = [&](int64_t group, int) {
+    const int64_t row = group * kInterleavedRows;
+    const int64_t count = std::min<int64_t>(kInterleavedRows, tensor.rows - row);
+    if (matrix.is_interleaved) {
+      interleave_rows(tensor.dtype, tensor.row(row), tensor.row_bytes(), static_cast<int>(count),
+                      matrix.cols, to + static_cast<uint64_t>(row) * tensor.row_bytes());
+      return;
+    }
+    for (int64_t i = row; i < row + count; ++i) {
+      dequantize_row(tensor.dtype, tensor.row(i), tensor.cols,
+                     reinterpret_cast<float *>(to) + i * tensor.cols);
+    }
+  };
+  // In pieces: where a set is loaded beside running streams, a step goes between two of them.
+  const int64_t num_groups = (tensor.rows + kInterleavedRows - 1) / kInterleavedRows;
+  const uint64_t group_bytes = tensor.row_bytes() * kInterleavedRows;
+  const auto piece = static_cast<int64_t>(std::max<uint64_t>(kPieceBytes / group_bytes, 1));
+  for (int64_t first = 0; first < num_groups; first += piece) {
+    const int64_t end = std::min(first + piece, num_groups);
+    pool->parallel_for(end - first, [&](int64_t i, int thread) { copy_group(first + i, thread); });
+    const int64_t rows = std::min<int64_t>(end * kInterleavedRows, tensor.rows);
+    rows_done(static_cast<uint64_t>(rows - first * kInterleavedRows) * tensor.row_bytes());
   }
-  pool->parallel_for(tensor.rows, [&](int64_t row, int) {
-    dequantize_row(tensor.dtype, tensor.row(row), tensor.cols,
-                   reinterpret_cast<float *>(to) + row * tensor.cols);
-  });
-  matrix.dtype = DType::kF32;
-  matrix.row_bytes = static_cast<uint64_t>(tensor.cols) * sizeof(float);
+  if (!matrix.is_interleaved) {
+    matrix.dtype = DType::kF32;
+    matrix.row_bytes = static_cast<uint64_t>(tensor.cols) * sizeof(float);
+  }
   return matrix;
 }
 
@@ -122,10 +139,10 @@ CpuWeights::CpuWeights(const ModelDims &dims, const ModelTensors &tensors, Weigh
   uint64_t total = 0, done = 0;
   for_each_matrix(tensors, [&](const MatrixView &tensor) { total += tensor.size_bytes(); });
   const auto take = [&](const MatrixView &tensor) {
-    Matrix matrix = take_matrix(tensor, allocator, pool);
-    done += tensor.size_bytes();
-    if (progress) progress(done, total);
-    return matrix;
+    return take_matrix(tensor, allocator, pool, [&](uint64_t bytes) {
+      done += bytes;
+      if (progress) progress(done, total);
+    });
   };
   layers_.reserve(tensors.layers.size());
   for (const LayerTensors &from : tensors.layers) {

@@ -62,7 +62,9 @@ class CpuWeights : public WeightSet {
   const Matrix &head() const { return head_; }
 
  private:
-  Matrix take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool);
+  // rows_done: called with the bytes, as in the file, of each piece that is ready.
+  Matrix take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool,
+                     const std::function<void(uint64_t)> &rows_done);
   Vector take_vector(const MatrixView &tensor);
 
   ModelDims dims_;
