@@ -96,7 +96,7 @@ struct Bench {
     fill(weights.data<uint8_t>(), weights.size_bytes());
 
     Activations act;
-    act.reserve(&allocator, num_tokens, cols);
+    act.reserve(&allocator, WeightForm::kRaw, num_tokens, cols);
     std::vector<ActRow> acts;
     const Precision precision = planes == 2 ? Precision::kFine : Precision::kInt8;
     for (int t = 0; t < num_tokens; ++t) {

@@ -57,7 +57,7 @@ std::vector<const Kernels *> all_kernels() {
 class ActBatch {
  public:
   ActBatch(const Kernels &kernels, int num_tokens, int cols, uint64_t seed) : allocator_(0) {
-    act_.reserve(&allocator_, num_tokens, cols);
+    act_.reserve(&allocator_, WeightForm::kRaw, num_tokens, cols);
     Random random(seed);
     for (int t = 0; t < num_tokens; ++t) {
       // Rows of different size, one of them large, one with blocks of zeros.
@@ -287,7 +287,7 @@ TEST_P(DotTest, ExtremeCodesDoNotOverflow) {
     }
     HostAllocator allocator(0);
     Activations act;
-    act.reserve(&allocator, 1, cols);
+    act.reserve(&allocator, WeightForm::kRaw, 1, cols);
     for (int i = 0; i < cols; ++i) act.f(0)[i] = pattern < 2 ? 1.0f : i % 2 == 0 ? -1.0f : 1.0f;
     act.quantize(*kernels[0], Precision::kInt8, 0);
     const ActRow row = act.row(0);

@@ -167,16 +167,20 @@ def test_refusals_have_types_and_change_nothing(engine: Engine) -> None:
         engine.renew(slot)
 
 
-def test_the_end_of_a_lease_ends_the_call(engine: Engine) -> None:
-    slot = engine.acquire()
-    engine.prefill(slot, PROMPT)
-    request_id = start(engine, slot, Request(ignore_eos=True))
-    engine.renew(slot, 0.005)
-    _, end = finished(engine, request_id)
-    assert end.status is Status.LEASE_LOST
-    wait_until_free(engine)
-    with pytest.raises(errors.LeaseLostError):
+def test_the_end_of_a_lease_ends_the_call(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "endless.gguf"
+    # Far more tokens than there is time for: the tiny model's own context is full after some milliseconds.
+    make_tiny_gguf(path, arch="llama", dtype="q4_1", context_length=131_072)
+    with Engine(path, EngineConfig(backend=Backend.CPU, num_threads=1)) as engine:
+        slot = engine.acquire()
         engine.prefill(slot, PROMPT)
+        request_id = start(engine, slot, Request(ignore_eos=True))
+        engine.renew(slot, 0.005)
+        _, end = finished(engine, request_id)
+        assert end.status is Status.LEASE_LOST
+        wait_until_free(engine)
+        with pytest.raises(errors.LeaseLostError):
+            engine.prefill(slot, PROMPT)
 
 
 def test_a_slot_without_blocks_left_stays_ready(tiny_model: pathlib.Path) -> None:

@@ -11,30 +11,31 @@ constexpr int kPlanes = 2;
 // Columns whose remainder is held at a time.
 constexpr int kRemainderCols = 256;
 
-// f32 4, and in each plane d and ds 8 per 32, sum 2 per 16, q 1, and all that packed; generous for
-// widths that are no multiple of 32.
-uint64_t bytes_per_token(int cols) {
+// f32 4, and for raw weights in each plane d and ds 8 per 32, sum 2 per 16, q 1, and all that
+// packed; generous for widths that are no multiple of 32.
+uint64_t bytes_per_token(WeightForm form, int cols) {
   const auto blocks = static_cast<uint64_t>(cols + 31) / 32;
-  return blocks * (32 * sizeof(float) +
-                   kPlanes * (2 * sizeof(float) + 2 * sizeof(int16_t) + 32 + kPackedRowBytes));
+  const uint64_t plane = 2 * sizeof(float) + 2 * sizeof(int16_t) + 32 + kPackedRowBytes;
+  return blocks * (32 * sizeof(float) + (form == WeightForm::kRaw ? kPlanes * plane : 0));
 }
 
 }  // namespace
 
 // A further token's planes are what a last group may have place for.
-uint64_t Activations::plan_bytes(int num_tokens, int cols) {
+uint64_t Activations::plan_bytes(WeightForm form, int num_tokens, int cols) {
   static_assert(kPackedSpareRows <= kPlanes, "one token more");
-  return bytes_per_token(cols) * (static_cast<uint64_t>(num_tokens) + 1);
+  return bytes_per_token(form, cols) * (static_cast<uint64_t>(num_tokens) + 1);
 }
 
-void Activations::reserve(Allocator *allocator, int num_tokens, int cols) {
+void Activations::reserve(Allocator *allocator, WeightForm form, int num_tokens, int cols) {
   cols_ = cols;
   num_tokens_ = num_tokens;
   step_tokens_ = num_tokens;
-  const uint64_t needed = plan_bytes(num_tokens, cols);
+  const uint64_t needed = plan_bytes(form, num_tokens, cols);
   if (memory_.size_bytes() < needed) memory_ = Buffer(allocator, needed);
   const int64_t tokens = num_tokens, blocks = (cols + 31) / 32, rows = kPlanes * tokens;
   f_ = memory_.data<float>();
+  if (form != WeightForm::kRaw) return;
   d_ = f_ + tokens * blocks * 32;
   ds_ = d_ + rows * blocks;
   sum_ = reinterpret_cast<int16_t *>(ds_ + rows * blocks);
@@ -43,6 +44,7 @@ void Activations::reserve(Allocator *allocator, int num_tokens, int cols) {
 }
 
 ActRow Activations::row(int token, int plane) const {
+  if (q_ == nullptr) return {f(token), nullptr, nullptr, nullptr, nullptr};
   const int64_t blocks = cols_ / 32, row = int64_t{plane} * num_tokens_ + token;
   return {f(token), q_ + row * cols_, d_ + row * blocks, ds_ + row * blocks,
           sum_ + row * blocks * 2};

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "backend/backend.h"
 #include "backend/cpu/kernels.h"
 #include "tensor/buffer.h"
 
@@ -25,21 +26,21 @@ inline bool is_fine_layer(int layer, int num_layers) {
   return layer < eighth || layer >= num_layers - eighth;
 }
 
-// [num_tokens, cols] in f32 and, where cols is a multiple of 32, as int8 with scales in one plane
-// or two. Both forms are kept: a file mixes tensor types.
+// [num_tokens, cols] in f32 and, for raw weights and where cols is a multiple of 32, as int8 with
+// scales in one plane or two. Both are kept: a file mixes tensor types.
 class Activations {
  public:
   // Of num_tokens rows.
-  static uint64_t plan_bytes(int num_tokens, int cols);
+  static uint64_t plan_bytes(WeightForm form, int num_tokens, int cols);
 
   // Room for num_tokens rows; keeps what it has when that is enough, else contents are lost.
-  void reserve(Allocator *allocator, int num_tokens, int cols);
+  void reserve(Allocator *allocator, WeightForm form, int num_tokens, int cols);
   // How many rows the step has, at most those there is room for: what is packed depends on it.
   void begin_step(int num_tokens) { step_tokens_ = num_tokens; }
 
   int cols() const { return cols_; }
   float *f(int token) const { return f_ + int64_t{token} * cols_; }
-  // The row as plane 0 has it, and what that left as plane 1.
+  // The row as plane 0 has it, and what that left as plane 1; f32 alone for dequantised weights.
   ActRow row(int token, int plane = 0) const;
   // The rows from `token` on, packed (act_pack.h) with as many planes as they were quantised to.
   const uint8_t *packed(int token, Precision precision) const;

@@ -51,7 +51,7 @@ BackendPlan CpuBackend::plan(const ModelDims &dims, const ModelTensors &tensors,
   plan.weight_bytes = bytes.own;
   plan.mapped_bytes = bytes.mapped;
   plan.scratch_bytes =
-      CpuWorkspace::plan_bytes(dims, pool_.num_threads(), max_step_tokens, max_seqs);
+      CpuWorkspace::plan_bytes(dims, form, pool_.num_threads(), max_step_tokens, max_seqs);
   plan.table_bytes = (dims.rope.coarse.size() + dims.rope.fine.size()) * sizeof(float);
   return plan;
 }
@@ -65,7 +65,8 @@ std::unique_ptr<WeightSet> CpuBackend::load_weights(
 }
 
 std::unique_ptr<Workspace> CpuBackend::make_workspace(const WeightSet &weights, int /*max_seqs*/) {
-  return std::make_unique<CpuWorkspace>(as_cpu(weights).dims(), &allocator_, pool_.num_threads());
+  return std::make_unique<CpuWorkspace>(as_cpu(weights).dims(), weights.form(), &allocator_,
+                                        pool_.num_threads());
 }
 
 void CpuBackend::normalize(CpuWorkspace &ws, const CpuWeights &weights, const Vector &norm,

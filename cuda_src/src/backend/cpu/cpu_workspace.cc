@@ -28,18 +28,20 @@ int64_t CpuWorkspace::thread_scratch_floats(const ModelDims &dims) {
   return std::max<int64_t>(attention_scratch_floats(dims), kFfnScratchFloats);
 }
 
-CpuWorkspace::CpuWorkspace(const ModelDims &dims, Allocator *allocator, int num_threads)
+CpuWorkspace::CpuWorkspace(const ModelDims &dims, WeightForm form, Allocator *allocator,
+                           int num_threads)
     : dims_(dims),
+      form_(form),
       allocator_(allocator),
       scratch_(allocator, floats(thread_scratch_floats(dims) * num_threads)) {}
 
-uint64_t CpuWorkspace::plan_bytes(const ModelDims &dims, int num_threads, int num_tokens,
-                                  int num_logits) {
+uint64_t CpuWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, int num_threads,
+                                  int num_tokens, int num_logits) {
   return row_bytes(dims) * static_cast<uint64_t>(num_tokens) +
-         Activations::plan_bytes(num_tokens, dims.hidden_size) +
-         Activations::plan_bytes(num_tokens, dims.num_heads * dims.head_dim) +
-         Activations::plan_bytes(num_tokens, dims.intermediate_size) +
-         Activations::plan_bytes(num_logits, dims.hidden_size) +
+         Activations::plan_bytes(form, num_tokens, dims.hidden_size) +
+         Activations::plan_bytes(form, num_tokens, dims.num_heads * dims.head_dim) +
+         Activations::plan_bytes(form, num_tokens, dims.intermediate_size) +
+         Activations::plan_bytes(form, num_logits, dims.hidden_size) +
          floats(int64_t{num_logits} * dims.vocab_size) +
          floats(thread_scratch_floats(dims) * num_threads);
 }
@@ -50,7 +52,7 @@ void CpuWorkspace::reserve(int num_tokens, int num_logits) {
   grow(&logits_, allocator_, floats(int64_t{num_logits} * dims_.vocab_size));
   if (num_logits > capacity_logits_) {
     capacity_logits_ = 0;
-    head_act_.reserve(allocator_, num_logits, dims_.hidden_size);
+    head_act_.reserve(allocator_, form_, num_logits, dims_.hidden_size);
     capacity_logits_ = num_logits;
   }
   head_act_.begin_step(num_logits);
@@ -67,9 +69,9 @@ void CpuWorkspace::grow_rows(int num_tokens) {
   grow(&k_, allocator_, floats(rows * kv_width()));
   grow(&v_, allocator_, floats(rows * kv_width()));
   grow(&cos_sin_, allocator_, floats(rows * dims_.rope.rotary_dim));
-  hidden_act_.reserve(allocator_, num_tokens, dims_.hidden_size);
-  attn_act_.reserve(allocator_, num_tokens, q_width());
-  ffn_act_.reserve(allocator_, num_tokens, dims_.intermediate_size);
+  hidden_act_.reserve(allocator_, form_, num_tokens, dims_.hidden_size);
+  attn_act_.reserve(allocator_, form_, num_tokens, q_width());
+  ffn_act_.reserve(allocator_, form_, num_tokens, dims_.intermediate_size);
   capacity_tokens_ = num_tokens;
 }
 

@@ -11,11 +11,12 @@ namespace xllm::cpu {
 
 class CpuWorkspace : public Workspace {
  public:
-  CpuWorkspace(const ModelDims &dims, Allocator *allocator, int num_threads);
+  // For weights of one form: dequantised ones take activations in f32 alone.
+  CpuWorkspace(const ModelDims &dims, WeightForm form, Allocator *allocator, int num_threads);
 
   // Bytes for a step of num_tokens rows with num_logits rows of logits.
-  static uint64_t plan_bytes(const ModelDims &dims, int num_threads, int num_tokens,
-                             int num_logits);
+  static uint64_t plan_bytes(const ModelDims &dims, WeightForm form, int num_threads,
+                             int num_tokens, int num_logits);
 
   // Makes room for a step; allocates only when it is the largest so far. Contents are lost when it
   // grows.
@@ -67,6 +68,7 @@ class CpuWorkspace : public Workspace {
   int kv_width() const { return dims_.num_kv_heads * dims_.head_dim; }
 
   const ModelDims &dims_;  // of the weights, which outlive the workspace
+  WeightForm form_;
   Allocator *allocator_;
   Buffer x_, q_, k_, v_, cos_sin_, sum_, logits_, scratch_, parts_;
   Activations hidden_act_, attn_act_, ffn_act_, head_act_;
