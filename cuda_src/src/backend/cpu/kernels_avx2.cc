@@ -4,12 +4,10 @@
 
 #include <cmath>
 
-#include "backend/cpu/attention_tile.h"
 #include "backend/cpu/dot_avx2.h"
 #include "backend/cpu/dot_scalar.h"
-#include "backend/cpu/float_dot.h"
 #include "backend/cpu/kernels.h"
-#include "backend/cpu/kv_rows.h"
+#include "backend/cpu/lane_kernels.h"
 #include "backend/cpu/lanes_avx2.h"
 #include "backend/cpu/row_math.h"
 #include "backend/cpu/tile_dot_table.h"
@@ -83,19 +81,8 @@ Kernels make_kernels() {
     if (k.dots[type] == nullptr) k.dots[type] = scalar_quant_dot(dtype);
     k.tiles[type] = avx2_tile_dot(dtype);
   }
-  k.dots[static_cast<int>(DType::kF32)] = float_dot<L, F32Weights<L>>;
-  k.dots[static_cast<int>(DType::kF16)] = float_dot<L, F16Weights<L>>;
-  k.dots[static_cast<int>(DType::kBF16)] = float_dot<L, BF16Weights<L>>;
   k.quantize = quantize_avx2;
-  k.remainder = remainder_row<L>;
-  k.rms_norm = rms_norm_row<L>;
-  k.silu_mul = silu_mul_row<L>;
-  k.add = add_row<L>;
-  k.rope = rope_row<L>;
-  k.store_kv = store_kv_row<L>;
-  k.load_kv = load_kv_rows<L>;
-  k.attend_tile = attend_tile_lanes<L>;
-  k.merge_attention = merge_attention_lanes<L>;
+  set_lane_kernels<L>(&k);
   return k;
 }
 

@@ -1,11 +1,9 @@
 // The table of plain C++ kernels.
 #include <cmath>
 
-#include "backend/cpu/attention_tile.h"
 #include "backend/cpu/dot_scalar.h"
-#include "backend/cpu/float_dot.h"
 #include "backend/cpu/kernels.h"
-#include "backend/cpu/kv_rows.h"
+#include "backend/cpu/lane_kernels.h"
 #include "backend/cpu/lanes_scalar.h"
 #include "backend/cpu/row_math.h"
 
@@ -48,19 +46,8 @@ Kernels make_kernels() {
   k.name = "scalar";
   for (uint32_t type = 0; type < 32; ++type)
     k.dots[type] = scalar_quant_dot(static_cast<DType>(type));
-  k.dots[static_cast<int>(DType::kF32)] = float_dot<L, F32Weights<L>>;
-  k.dots[static_cast<int>(DType::kF16)] = float_dot<L, F16Weights<L>>;
-  k.dots[static_cast<int>(DType::kBF16)] = float_dot<L, BF16Weights<L>>;
   k.quantize = quantize_scalar;
-  k.remainder = remainder_row<L>;
-  k.rms_norm = rms_norm_row<L>;
-  k.silu_mul = silu_mul_row<L>;
-  k.add = add_row<L>;
-  k.rope = rope_row<L>;
-  k.store_kv = store_kv_row<L>;
-  k.load_kv = load_kv_rows<L>;
-  k.attend_tile = attend_tile_lanes<L>;
-  k.merge_attention = merge_attention_lanes<L>;
+  set_lane_kernels<L>(&k);
   return k;
 }
 
