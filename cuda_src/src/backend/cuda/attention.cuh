@@ -189,10 +189,9 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
       if (!has_waited) wait_for_previous_kernel();
       has_waited = true;
       if (head >= num_heads) break;
-      const int64_t at = static_cast<int64_t>(row) * (rows.num_heads + 2 * args.kv.num_kv_heads);
       float v[(kMaxDim + 127) / 128][4];
-      finish_head<kMaxDim, true>(rows, kHeadDim, kind, factors, rows.qkv + (at + index) * kHeadDim,
-                                 v);
+      finish_head<kMaxDim, true>(rows, kHeadDim, kind, factors,
+                                 head_source(rows, row, index, kHeadDim), v);
       __half *to = kind == HeadKind::kQuery ? queries[head] : fresh[head - heads_here];
 #pragma unroll
       for (int k = 0; k < (kMaxDim + 127) / 128; ++k) {

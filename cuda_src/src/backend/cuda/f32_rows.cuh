@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kF32Threads)
                                                                        : HeadKind::kValue;
   const auto factors = head_factors<kMaxHeadDim>(rows, dim, kind, rows.positions[row]);
   float v[kMaxHeadDim / 128][4];
-  finish_head<kMaxHeadDim, false>(rows, dim, kind, factors, x, v);
+  finish_head<kMaxHeadDim, false>(rows, dim, kind, factors, {x, nullptr, 1, 0}, v);
   float *to = nullptr;
   if (kind == HeadKind::kQuery) {
     to = args.q + (static_cast<int64_t>(row) * rows.num_heads + head) * dim;

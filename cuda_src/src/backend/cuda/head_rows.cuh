@@ -15,7 +15,12 @@ struct RopeView {
 };
 
 struct QkvArgs {
-  const float *qkv;  // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], bias added
+  // [num_slices][num_tokens][(num_heads + 2 * num_kv_heads) * head_dim]: what the product left, to
+  // be added up in order, then the bias, if any.
+  const float *qkv;
+  int num_slices;
+  int64_t slice_stride;
+  const float *bias;             // [(num_heads + 2 * num_kv_heads) * head_dim], or null
   const float *q_norm, *k_norm;  // [head_dim] or null
   float eps;
   int num_heads, head_dim;
@@ -86,38 +91,75 @@ __device__ __forceinline__ HeadFactors<kMaxDim> head_factors(const QkvArgs &args
   return factors;
 }
 
-// v = rope(norm(from)), v[k][j] being channel 4 * lane + 128k + j.
+// Where a head's product lies.
+struct HeadSource {
+  const float *from, *bias;  // bias: or null
+  int num_slices;
+  int64_t slice_stride;
+};
+
+// Heads 0.. are queries, then come the keys, then the values.
+__device__ __forceinline__ HeadSource head_source(const QkvArgs &args, int row, int head, int dim) {
+  const int num_all = args.num_heads + 2 * args.kv.num_kv_heads;
+  return {args.qkv + (static_cast<int64_t>(row) * num_all + head) * dim,
+          args.bias == nullptr ? nullptr : args.bias + head * dim, args.num_slices,
+          args.slice_stride};
+}
+
+// Channels 4 * lane + 128k + j and the others of their pairs, from `from`; zeros past dim.
 template <int kMaxDim, bool kIsVector>
-__device__ __forceinline__ void finish_head(const QkvArgs &args, int dim, HeadKind kind,
-                                            const HeadFactors<kMaxDim> &factors, const float *from,
-                                            float (&v)[(kMaxDim + 127) / 128][4]) {
-  constexpr int kQuads = HeadFactors<kMaxDim>::kQuads;
-  float other[kQuads][4];
+__device__ __forceinline__ void load_head(const RopeView &rope, int dim, const float *from,
+                                          float (&own)[(kMaxDim + 127) / 128][4],
+                                          float (&other)[(kMaxDim + 127) / 128][4]) {
+  bool is_second;
 #pragma unroll
-  for (int k = 0; k < kQuads; ++k) {
+  for (int k = 0; k < (kMaxDim + 127) / 128; ++k) {
     const int first = 4 * (static_cast<int>(threadIdx.x) & 31) + 128 * k;
     if (kIsVector) {
-      float4 own = make_float4(0, 0, 0, 0), across = own;
+      float4 a = make_float4(0, 0, 0, 0), b = a;
       if (first < dim) {
-        bool is_second;
-        const int at = args.rope.is_neighbor ? first : other_channel(args.rope, first, &is_second);
-        own = *reinterpret_cast<const float4 *>(from + first);
-        across = *reinterpret_cast<const float4 *>(from + at);
-        if (args.rope.is_neighbor) across = make_float4(own.y, own.x, own.w, own.z);
+        a = *reinterpret_cast<const float4 *>(from + first);
+        b = rope.is_neighbor
+                ? make_float4(a.y, a.x, a.w, a.z)
+                : *reinterpret_cast<const float4 *>(from + other_channel(rope, first, &is_second));
       }
-      v[k][0] = own.x, v[k][1] = own.y, v[k][2] = own.z, v[k][3] = own.w;
-      other[k][0] = across.x, other[k][1] = across.y, other[k][2] = across.z,
-      other[k][3] = across.w;
+      own[k][0] = a.x, own[k][1] = a.y, own[k][2] = a.z, own[k][3] = a.w;
+      other[k][0] = b.x, other[k][1] = b.y, other[k][2] = b.z, other[k][3] = b.w;
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        bool is_second;
-        const int at = other_channel(args.rope, first + j, &is_second);
-        v[k][j] = first + j < dim ? from[first + j] : 0.0f;
+        const int at = other_channel(rope, first + j, &is_second);
+        own[k][j] = first + j < dim ? from[first + j] : 0.0f;
         other[k][j] = at < dim ? from[at] : 0.0f;
       }
     }
   }
+}
+
+// v = rope(norm(head)), v[k][j] being channel 4 * lane + 128k + j.
+template <int kMaxDim, bool kIsVector>
+__device__ __forceinline__ void finish_head(const QkvArgs &args, int dim, HeadKind kind,
+                                            const HeadFactors<kMaxDim> &factors,
+                                            const HeadSource &source,
+                                            float (&v)[(kMaxDim + 127) / 128][4]) {
+  constexpr int kQuads = HeadFactors<kMaxDim>::kQuads;
+  float other[kQuads][4];
+  load_head<kMaxDim, kIsVector>(args.rope, dim, source.from, v, other);
+  const auto add = [&](const float *from) {
+    float more[kQuads][4], more_other[kQuads][4];
+    load_head<kMaxDim, kIsVector>(args.rope, dim, from, more, more_other);
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        v[k][j] = __fadd_rn(v[k][j], more[k][j]);
+        other[k][j] = __fadd_rn(other[k][j], more_other[k][j]);
+      }
+    }
+  };
+#pragma unroll 2
+  for (int i = 1; i < source.num_slices; ++i) add(source.from + i * source.slice_stride);
+  if (source.bias != nullptr) add(source.bias);
   float inverse = 1;
   if (head_norm(args, kind) != nullptr) {
     float sum = 0;

@@ -21,13 +21,12 @@ __global__ void __launch_bounds__(kQkvWarps *kWarp)
   const int position = args.positions[row];
   if (head >= num_all || position < 0) return;
   const int dim = args.head_dim;
-  const float *from = args.qkv + (static_cast<int64_t>(row) * num_all + head) * dim;
   const HeadKind kind = head < args.num_heads                          ? HeadKind::kQuery
                         : head < args.num_heads + args.kv.num_kv_heads ? HeadKind::kKey
                                                                        : HeadKind::kValue;
   const auto factors = head_factors<kMaxHeadDim>(args, dim, kind, position);
   float v[kMaxHeadDim / 128][4];
-  finish_head<kMaxHeadDim, false>(args, dim, kind, factors, from, v);
+  finish_head<kMaxHeadDim, false>(args, dim, kind, factors, head_source(args, row, head, dim), v);
   __half *to = kind == HeadKind::kQuery
                    ? args.q + (static_cast<int64_t>(row) * args.num_heads + head) * dim
                    : cache_row(args, row, head - args.num_heads, dim);
