@@ -59,7 +59,8 @@ AttentionKernel tiled_kernel(int head_dim, int groups, int depth, bool finishes)
 int groups_of(const ModelDims &dims) { return dims.num_heads / dims.num_kv_heads > 8 ? 2 : 1; }
 
 bool has_room(const Device &device, int head_dim, int groups, int depth) {
-  return attention_static_bytes(head_dim, groups) + attention_shared_bytes(head_dim, depth) <=
+  return attention_static_bytes(head_dim, groups) +
+             attention_shared_bytes(head_dim, groups, depth) <=
          device.max_shared_bytes;
 }
 
@@ -94,7 +95,7 @@ void prepare_attention(const Device &device) {
           if (kernel == nullptr || !has_room(device, head_dim, groups, depth)) continue;
           const void *function = reinterpret_cast<const void *>(kernel);
           check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     attention_shared_bytes(head_dim, depth)),
+                                     attention_shared_bytes(head_dim, groups, depth)),
                 "set shared memory size");
           prefer_shared_memory(function);
         }
@@ -144,7 +145,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
                                      ? tiled_kernel(dims.head_dim, groups_of(dims), depth, finishes)
                                      : attention_any_kernel;
   const int threads = is_tiled ? kAttentionThreads : kAnyThreads;
-  const int shared = is_tiled ? attention_shared_bytes(dims.head_dim, depth) : 0;
+  const int shared = is_tiled ? attention_shared_bytes(dims.head_dim, groups_of(dims), depth) : 0;
   // Rows take turns where the partial results of all of them would not fit.
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
   const int rows_at_once =

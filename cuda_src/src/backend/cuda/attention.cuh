@@ -7,17 +7,16 @@
 //   scores   tile i of 16 keys belongs to warp i % 8. Keys are the rows of the product, query
 //            heads its columns, so that 8 heads fill an mma
 //   weights  2^(score - largest so far), f16, of all keys to shared memory
-//   values   warp w owns 16 channels (w % 8, and the eighth after it where there are more than 128)
-//            of all heads, and adds up the keys of the round there: no partial outputs to merge.
-//            The two halves of a round are added up for themselves; an mma with ones gives the
-//            weights' sum where it is needed
+//   values  a warp owns 64 channels of all heads and a part of the tiles (kv_stream.cuh): whole
+//           lines of memory; an mma with ones adds up the weights. At the end the parts of a group
+//           of channels are added up through shared memory
 // The splits are merged in ascending order by whichever CTA arrives last.
 //
 // Reads each key and value once per kv head: bound by memory at long contexts, by latency at short
 // ones. So keys are asked for before anything is waited for, and where each row is the last of its
 // own sequence the CTA finishes q, k and v itself (head_rows.cuh): what is in the cache is then
 // older than the step.
-//   shared  8 * depth slots of kv_stream.cuh; then the weights of splits
+//   shared  8 * depth slots of kv_stream.cuh; then the sums of parts, and the weights of splits
 #pragma once
 
 #include "backend/cuda/kv_stream.cuh"
@@ -27,40 +26,44 @@ namespace cuda {
 
 constexpr int kAttentionThreads = kAttentionWarps * kWarp;
 
-XLLM_HOST_DEVICE constexpr int attention_shared_bytes(int head_dim, int depth) {
-  return kAttentionWarps * depth * slot_bytes(head_dim);
+XLLM_HOST_DEVICE constexpr int attention_shared_bytes(int head_dim, int groups, int depth) {
+  return kAttentionWarps * depth * slot_bytes(head_dim, groups);
 }
 XLLM_HOST_DEVICE constexpr int attention_static_bytes(int head_dim, int groups) {
   return (8 * groups + 2) * ((head_dim + 31) / 32 * 32 + 8) * 2 +
-         groups * (8 * kAttentionWarps * 4 + kRoundKeys * 16) + 64;
+         groups * (2 * 8 * kAttentionWarps * 4 + kRoundKeys * 16) + 64;
 }
 // CTAs that an SM has registers for. kGroups: of 8 query heads per kv head, 1 or 2.
 XLLM_HOST_DEVICE constexpr int attention_ctas(int head_dim, int groups, int depth) {
   return groups == 2 || head_dim > 128 || depth == 4 ? 2 : depth == 2 ? 3 : 4;
 }
 
+__device__ __forceinline__ float2 add_both(const float2 &a, const float2 &b) {
+  return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
+}
 __device__ __forceinline__ uint32_t half_pair(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t *>(&pair);
 }
 
+constexpr int kChannelSteps = kChannels / 16;
+
 // Of a warp, per lane heads 2t and 2t + 1 of each group: the largest score so far and the sums.
-// out[..][slice]: channels g and g + 8 by the two heads; ones: the sum of weights, twice.
-template <int kGroups, int kSlices>
+// out[..][step]: channels 16 * step + g and + 8 by the two heads; ones: the sum of weights, twice.
+template <int kGroups>
 struct AttentionState {
   float m[kGroups][2];
-  float out[kGroups][kSlices][4];
+  float out[kGroups][kChannelSteps][4];
   float ones[kGroups][4];
 };
 
 // The largest score of each head over the round, and 2^(score - largest): x becomes that, what
 // there was before is scaled to it. largest: [heads][warps] in shared memory; syncs the CTA.
 // x[tile][group]: keys g, g, g + 8, g + 8 by heads 2t, 2t + 1.
-template <int kGroups, int kSlices>
+template <int kGroups>
 __device__ __forceinline__ void softmax_round(float (&x)[2][kGroups][4],
                                               float (*largest)[kAttentionWarps], int warp,
-                                              bool is_first,
-                                              AttentionState<kGroups, kSlices> *state) {
+                                              bool is_first, AttentionState<kGroups> *state) {
   const int lane = static_cast<int>(threadIdx.x) & 31, g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
@@ -97,7 +100,7 @@ __device__ __forceinline__ void softmax_round(float (&x)[2][kGroups][4],
         const float shrink = exp2_f32(__fsub_rn(state->m[n][i], base));
         state->ones[n][i] = __fmul_rn(state->ones[n][i], shrink);
 #pragma unroll
-        for (int s = 0; s < kSlices; ++s) {
+        for (int s = 0; s < kChannelSteps; ++s) {
           state->out[n][s][i] = __fmul_rn(state->out[n][s][i], shrink);
           state->out[n][s][2 + i] = __fmul_rn(state->out[n][s][2 + i], shrink);
         }
@@ -107,12 +110,19 @@ __device__ __forceinline__ void softmax_round(float (&x)[2][kGroups][4],
   }
 }
 
+// Of a CTA's first head: index of its split's partial result, outputs, floats from head to head.
+struct OutPlace {
+  int64_t entry;
+  float *out;
+  int stride;
+};
+
 // Grid: x splits, y kv heads x groups of 16 query heads, z rows. kFinishes: q, k and v come from
 // the product as it left them (args.rows), one row per sequence.
 template <int kHeadDim, int kGroups, int kDepth, bool kFinishes>
 __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kGroups, kDepth))
     attention_kernel(const __grid_constant__ AttentionArgs args) {
-  constexpr int kSlices = value_slices(kHeadDim);
+  using Stream = KvStream<kHeadDim, kGroups, kDepth>;
   constexpr int kSteps = kHeadDim / 16;
   constexpr int kHeads = 8 * kGroups;
   constexpr int kMaxDim = (kHeadDim + 31) / 32 * 32;
@@ -122,6 +132,7 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
   __shared__ __align__(16) __half fresh[kFinishes ? 2 : 1][kStride];  // this row's key and value
   __shared__ __align__(16) float largest[kHeads][kAttentionWarps];
   __shared__ __align__(16) __half weights[kGroups][kRoundKeys][8];
+  __shared__ __align__(16) float total[Stream::kParts][kHeads];  // sums of weights
   let_next_kernel_start();
 
   // The batch was there before the step's first kernel.
@@ -145,18 +156,23 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
   const bool has_fresh = kFinishes && range.end == range.context;
 
   const bool is_single = range.count == 1;
-  // Where outputs go: of this lane's first channel and head.
-  const int64_t first_entry =
-      (static_cast<int64_t>(local_row) * args.num_heads + first_head) * gridDim.x + split;
-  const int out_stride = (is_single ? 1 : static_cast<int>(gridDim.x)) * kHeadDim;
-  float *first_out =
-      (is_single ? args.out + (static_cast<int64_t>(row) * args.num_heads + first_head) * kHeadDim
-                 : args.partial_out + first_entry * kHeadDim) +
-      2 * t * out_stride + 16 * warp + g;
+  const auto out_place = [&]() {
+    OutPlace place;
+    place.entry =
+        (static_cast<int64_t>(local_row) * args.num_heads + first_head) * gridDim.x + split;
+    place.stride = (is_single ? 1 : static_cast<int>(gridDim.x)) * kHeadDim;
+    place.out =
+        is_single ? args.out + (static_cast<int64_t>(row) * args.num_heads + first_head) * kHeadDim
+                  : args.partial_out + place.entry * kHeadDim;
+    return place;
+  };
+  // Early where nothing hides it, late where registers are few.
+  OutPlace place = {};
+  if (kDepth == 4) place = out_place();
 
-  KvStream<kHeadDim, kDepth> stream(args);
-  stream.table = args.tables + table_start;
-  stream.slots = shared + warp * kDepth * slot_bytes(kHeadDim);
+  Stream stream(args);
+  stream.table_start = table_start;
+  stream.slots = shared + warp * kDepth * Stream::kSlotBytes;
   stream.kv_head = kv_head;
   stream.warp = warp;
   stream.lane = lane;
@@ -213,14 +229,19 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
   __syncthreads();
 
   // note: rows of `queries` without a head hold anything; they are columns of their own, unused.
-  uint32_t q[kGroups][(kSteps + 1) / 2][4];
+  const auto query_operand = [&](int n, int step, uint32_t (&b)[4]) {
+    load_matrices(b, queries[8 * n + (lane & 7)] + 16 * step + (lane >> 3) * 8);
+  };
+  constexpr bool kHoldsQueries = kDepth == 4;  // where there are registers for them
+  uint32_t held[kHoldsQueries ? (kSteps + 1) / 2 : 1][kGroups][4];
+  if (kHoldsQueries) {
 #pragma unroll
-  for (int step = 0; step < kSteps; step += 2) {
+    for (int step = 0; step < kSteps; step += 2) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n)
-      load_matrices(q[n][step / 2], queries[8 * n + (lane & 7)] + 16 * step + (lane >> 3) * 8);
+      for (int n = 0; n < kGroups; ++n) query_operand(n, step, held[step / 2][n]);
+    }
   }
-  AttentionState<kGroups, kSlices> state = {};
+  AttentionState<kGroups> state = {};
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) state.m[n][0] = state.m[n][1] = negative_infinity();
 #pragma unroll 1
@@ -228,6 +249,14 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
     float x[2][kGroups][4];
     const auto score = [&](int i, uint8_t *keys) {
       const int key = round + kKeyTile * (kAttentionWarps * i + warp);
+      if (key >= range.end) {
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) x[i][n][j] = negative_infinity();
+        }
+        return;
+      }
       const bool is_inner = key >= range.start && key + kKeyTile <= stream.cached_end;
       if (!is_inner && has_fresh && key <= position && key + kKeyTile > position)
         stream.put_key(keys, position - key, fresh[0]);
@@ -238,8 +267,9 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
         stream.key_operand(keys, step, a);
 #pragma unroll
         for (int n = 0; n < kGroups; ++n) {
-          const uint32_t *b = &q[n][step / 2][2 * (step & 1)];
-          mma_f16_k16(s[n][step & 1], a, b[0], b[1]);
+          auto &b = held[kHoldsQueries ? step / 2 : 0][n];
+          if (!kHoldsQueries && step % 2 == 0) query_operand(n, step, b);
+          mma_f16_k16(s[n][step & 1], a, b[2 * (step & 1)], b[2 * (step & 1) + 1]);
         }
       }
 #pragma unroll
@@ -259,7 +289,7 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
     stream.wait();
     score(1, stream.template slot<1>());
     stream.template fetch<1 + kDepth>(round);
-    softmax_round<kGroups, kSlices>(x, largest, warp, round == range.begin, &state);
+    softmax_round<kGroups>(x, largest, warp, round == range.begin, &state);
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
@@ -272,31 +302,25 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
     __syncthreads();
 
     const auto add_values = [&](int half, uint8_t *values) {
-      if (stream.slice(0) >= kSteps) return;
-      const int row = position - round - kHalfTiles * kKeyTile * half;
-      if (has_fresh && row >= 0 && row < kHalfTiles * kKeyTile)
-        stream.put_value(values, row, fresh[kFinishes ? 1 : 0]);
       const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
 #pragma unroll
-      for (int tile = 0; tile < kHalfTiles; tile += 2) {
-        uint32_t p[kGroups][4];
+      for (int i = 0; i < Stream::kHalfParts; ++i, values += Stream::kTileBytes) {
+        const int tile = stream.value_tile(half, i), key = round + kKeyTile * tile;
+        if (has_fresh && key <= position && key + kKeyTile > position)
+          stream.put_value(values, position - key, fresh[kFinishes ? 1 : 0]);
+        uint32_t p[kGroups][2];
 #pragma unroll
-        for (int n = 0; n < kGroups; ++n)
-          load_matrices_transposed(p[n], weights[n][(half * kHalfTiles + tile) * kKeyTile + lane]);
+        for (int n = 0; n < kGroups; ++n) {
+          load_two_matrices_transposed(p[n], weights[n][kKeyTile * tile + (lane & 15)]);
+          mma_f16_k16(state.ones[n], ones, p[n][0], p[n][1]);
+        }
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int step = 0; step < kChannelSteps; ++step) {
+          if (kHeadDim % kChannels != 0 && stream.first_channel() + 16 * step >= kHeadDim) break;
+          uint32_t a[4];
+          stream.value_operand(values, step, a);
 #pragma unroll
-          for (int s = 0; s < kSlices; ++s) {
-            if (stream.slice(s) >= kSteps) break;
-            uint32_t a[4];
-            stream.value_operand(values, s, tile + j, a);
-#pragma unroll
-            for (int n = 0; n < kGroups; ++n)
-              mma_f16_k16(state.out[n][s], a, p[n][2 * j], p[n][2 * j + 1]);
-          }
-#pragma unroll
-          for (int n = 0; n < kGroups; ++n)
-            mma_f16_k16(state.ones[n], ones, p[n][2 * j], p[n][2 * j + 1]);
+          for (int n = 0; n < kGroups; ++n) mma_f16_k16(state.out[n][step], a, p[n][0], p[n][1]);
         }
       }
       __syncwarp();
@@ -311,25 +335,57 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
   }
   wait_for_copies<0>();
 
+  // The parts of a group of channels together: sums [kGroups][step][half of 16 channels][lane][2
+  // heads] of each warp in its own first slot.
+  float *sums = reinterpret_cast<float *>(stream.slots);
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int head = 8 * n + i;
-      if (head + 2 * t >= heads_here) continue;
-      const float factor = is_single ? inverse_of(state.ones[n][i]) : 1.0f;
-      float *to = first_out + head * out_stride;
+    for (int step = 0; step < kChannelSteps; ++step) {
 #pragma unroll
-      for (int s = 0; s < kSlices; ++s) {
-        if (stream.slice(s) >= kSteps) break;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          to[16 * kAttentionWarps * s + 8 * k] = __fmul_rn(state.out[n][s][2 * k + i], factor);
-        }
+      for (int k = 0; k < 2; ++k) {
+        reinterpret_cast<float2 *>(sums)[((n * kChannelSteps + step) * 2 + k) * kWarp + lane] =
+            make_float2(state.out[n][step][2 * k], state.out[n][step][2 * k + 1]);
       }
-      if (!is_single && warp == 0 && g == 0)
-        args.partial_stats[first_entry + (head + 2 * t) * static_cast<int>(gridDim.x)] =
-            make_float2(state.m[n][i], state.ones[n][i]);
+    }
+    if (g == 0 && warp < Stream::kParts) {
+      total[warp][8 * n + 2 * t] = state.ones[n][0];
+      total[warp][8 * n + 2 * t + 1] = state.ones[n][1];
+    }
+  }
+  __syncthreads();
+  if (kDepth != 4) place = out_place();
+  constexpr int kSlotFloats = kDepth * Stream::kSlotBytes / 4;
+  const float *group_sums = sums - stream.part() * kSlotFloats;
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    const int head = 8 * n + 2 * t;
+    if (head >= heads_here) continue;
+    const bool has_second = head + 1 < heads_here;
+    float2 ones = *reinterpret_cast<const float2 *>(&total[0][head]);
+#pragma unroll
+    for (int p = 1; p < Stream::kParts; ++p)
+      ones = add_both(ones, *reinterpret_cast<const float2 *>(&total[p][head]));
+    const float2 factor =
+        is_single ? make_float2(inverse_of(ones.x), inverse_of(ones.y)) : make_float2(1.0f, 1.0f);
+#pragma unroll
+    for (int i = 0; i < 2 * kChannelSteps / Stream::kParts; ++i) {
+      const int eighth = stream.part() + Stream::kParts * i;  // of the 64 channels
+      const int channel = stream.first_channel() + 8 * eighth + g;
+      if (kHeadDim % kChannels != 0 && channel >= kHeadDim) break;
+      const float *from = group_sums + ((n * 2 * kChannelSteps + eighth) * kWarp + lane) * 2;
+      float2 y = *reinterpret_cast<const float2 *>(from);
+#pragma unroll
+      for (int p = 1; p < Stream::kParts; ++p)
+        y = add_both(y, *reinterpret_cast<const float2 *>(from + p * kSlotFloats));
+      float *to = place.out + head * place.stride + channel;
+      to[0] = __fmul_rn(y.x, factor.x);
+      if (has_second) to[place.stride] = __fmul_rn(y.y, factor.y);
+    }
+    if (!is_single && warp == 0 && g == 0) {
+      float2 *stats = args.partial_stats + place.entry + head * static_cast<int>(gridDim.x);
+      stats[0] = make_float2(state.m[n][0], ones.x);
+      if (has_second) stats[gridDim.x] = make_float2(state.m[n][1], ones.y);
     }
   }
   if (is_single) return;

@@ -238,6 +238,29 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
 #endif
 }
 
+// Two of them, lanes 0 to 15 bring the addresses.
+__device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], const void *row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
+#else
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto mine = reinterpret_cast<unsigned long long>(row);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int source = 8 * i + 2 * (lane & 3);
+    const auto low =
+        reinterpret_cast<const unsigned short *>(__shfl_sync(0xffffffffu, mine, source));
+    const auto high =
+        reinterpret_cast<const unsigned short *>(__shfl_sync(0xffffffffu, mine, source + 1));
+    r[i] = low[lane >> 2] | static_cast<uint32_t>(high[lane >> 2]) << 16;
+  }
+#endif
+}
+
 // An 8 x 8 matrix of 16-bit elements across the warp, transposed: from row g, columns 2t and 2t + 1
 // in lane 4g + t to column g, rows 2t and 2t + 1.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t v) {
