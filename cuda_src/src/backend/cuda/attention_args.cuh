@@ -29,9 +29,13 @@ __device__ __forceinline__ float exp2_f32(float x) {
 
 // 1 / x, correctly rounded, of a normal number whose inverse is one.
 __device__ __forceinline__ float inverse_of(float x) {
+#ifdef __CUDA_ARCH__
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+#else
+  return 1.0f / x;
+#endif
 }
 
 struct AttentionArgs {

@@ -98,11 +98,15 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // 16 bytes that are read once (weights): not kept in L1.
 __device__ __forceinline__ uint4 load_once_16(const void *global) {
+#ifdef __CUDA_ARCH__
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(global));
   return v;
+#else
+  return *static_cast<const uint4 *>(global);
+#endif
 }
 
 // ---- tensor cores ----
@@ -280,9 +284,15 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t v) {
 template <bool kUnsigned>
 __device__ __forceinline__ int dot4(uint32_t a, uint32_t b, int acc) {
   if constexpr (kUnsigned) {
+#ifdef __CUDA_ARCH__
     int d;
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(acc));
     return d;
+#else
+    for (int i = 0; i < 32; i += 8)
+      acc += static_cast<int>(a >> i & 255) * static_cast<int8_t>(b >> i);
+    return acc;
+#endif
   } else {
     return __dp4a(static_cast<int>(a), static_cast<int>(b), acc);
   }
