@@ -140,15 +140,15 @@ double graph_ms(cuda::CudaBackend *backend, const Issue &issue) {
   return static_cast<double>(times[times.size() / 2]);
 }
 
-// "STAGES:CTAS" (0: as usual), with "-" behind it for launches that are not dependent.
+// "CTAS" (0: as usual), with "-" behind it for launches that are not dependent.
 struct Variant {
-  int stages = 0, ctas = 0;
+  int ctas = 0;
   bool is_dependent = true;
 };
 
 Variant parse_variant(const std::string &text) {
   Variant v;
-  (void)std::sscanf(text.c_str(), "%d:%d", &v.stages, &v.ctas);
+  (void)std::sscanf(text.c_str(), "%d", &v.ctas);
   v.is_dependent = text.find('-') == std::string::npos;
   return v;
 }
@@ -309,13 +309,12 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
                    {"ffn_ms", with_rate(ffn, bytes.ffn)},
                    {"head_ms", with_rate(head, bytes.head)}});
     }
-    // What other shapes of the kernels' CTAs and rings do, and launches that are not dependent.
+    // What another share of an SM does, and launches that are not dependent.
     const cuda::Device usual = backend.device();
     for (const std::string &text : options.variants) {
       const Variant v = parse_variant(text);
       cuda::Device &device = backend.device();
       device = usual;
-      if (v.stages > 0) device.ring_stages = v.stages;
       if (v.ctas > 0) device.few_ctas = v.ctas;
       device.has_dependent_launch = v.is_dependent && usual.has_dependent_launch;
       const double step = graph_ms(&backend, [&] {

@@ -1,7 +1,7 @@
 // cuda_backend_check [--parts repack,rows,matmul,sample,graphs,stages,invariance,bandwidth,decode]
 // [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
 //                    [--steps N] [--context N] [--attention-depth N] [--quick]
-//                    [--no-breakdown] [--variants S:C,...]
+//                    [--no-breakdown] [--variants C,...]
 //                    [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
 #include <algorithm>

@@ -7,8 +7,11 @@
 // columns of the parts whose block it does not multiply, so that kParts of them go into the same
 // registers, and a lane scales its own blocks only. The parts of I are added up across lanes, each
 // of which then goes on with one row.
+//   column 2j + p of an mma: plane p of token j % kTokens for part j / kTokens
 //   lane 4g + t: token t % kTokens, part t / kTokens, of rows g and g + 8; after the parts are
 //   added up of row g + 8 * (part % 2) (of both, where there is one part)
+// Activations lie so that a lane's words are neighbours: codes [8 blocks][kTokens][2 planes][4 t]
+// {b0, b1}, four columns of the first half of the block and four of the second.
 #pragma once
 
 #include "backend/cuda/matmul_args.cuh"
@@ -16,60 +19,39 @@
 namespace xllm {
 namespace cuda {
 
-// Activations in shared memory: codes as in act_format.cuh and a chunk of zeros, sums and scales in
-// arrays of their own.
 XLLM_HOST_DEVICE constexpr int few_codes_bytes(int tokens) { return act_codes_bytes(tokens); }
 XLLM_HOST_DEVICE constexpr int few_sums_bytes(int tokens) { return 2 * kActBlocks * tokens; }
+
+// Where the four codes of columns 4 * k4.. of a chunk stand.
+XLLM_HOST_DEVICE constexpr int few_code_offset(int tokens, int token, int k4, int plane) {
+  return (((k4 >> 3) * tokens + token) * 2 + plane) * 32 + (k4 & 3) * 8 + (k4 >> 2 & 1) * 4;
+}
 
 template <int kTokens>
 struct FewLane {
   static constexpr int kParts = 4 / kTokens;
   static constexpr int kRows = kParts == 1 ? 2 : 1;
-  static __device__ __forceinline__ int token(int t) { return t % kTokens; }
-  static __device__ __forceinline__ int part(int t) { return t / kTokens; }
-  static __device__ __forceinline__ int row(int t) { return part(t) & 1; }
+  int g, t;              // of the lane
+  int token, part;       // of its C
+  int row;               // its row after parts are added up: g + 8 * row
+  int b_part, b_offset;  // of its column of B: part, offset of the words of block 0
+
+  __device__ __forceinline__ explicit FewLane(int lane) {
+    g = lane >> 2;
+    t = lane & 3;
+    token = t % kTokens;
+    part = t / kTokens;
+    row = part & 1;
+    const int j = g >> 1;
+    b_part = j / kTokens;
+    b_offset = few_code_offset(kTokens, j % kTokens, t, g & 1);
+  }
 };
 
-// What the columns of an mma hold.
-enum class FewColumns {
-  kBlocks,  // a part has every kParts-th block
-  kHalves,  // a part has every kParts-th half block
-  kAll,     // the parts have all of it, over and over
-};
-
-template <int kType>
-constexpr FewColumns kFewColumns =
-    kType == kWeightQ6_K                           ? FewColumns::kHalves
-    : kType == kWeightQ4_K || kType == kWeightQ5_K ? FewColumns::kBlocks
-                                                   : FewColumns::kAll;
-
-// The shared address of the row that a lane gives ldmatrix for unit u of a chunk: matrix lane / 8
-// is a half of a block of the unit, row lane % 8 of it a column of the mma. codes: of the chunk;
-// zeros: a chunk of them.
-template <int kTokens, FewColumns kColumns>
-__device__ __forceinline__ uint32_t few_act_row(int u, int lane, uint32_t codes, uint32_t zeros) {
-  using Lane = FewLane<kTokens>;
-  const int half = lane >> 3, t = (lane & 7) >> 1, plane = lane & 1;
-  const int owner = kColumns == FewColumns::kHalves ? half : half / 2 + 2 * (u & 1);
-  const bool has = kColumns == FewColumns::kAll || owner % Lane::kParts == Lane::part(t);
-  const int at = (half * 2 + plane) * (kTokens * 16) + Lane::token(t) * 16;
-  return (has ? codes + at : zeros) + u * (few_codes_bytes(kTokens) / kUnitsPerChunk);
-}
-
-// The B operands of a unit: b0, b1 of its first block in r[0], r[1], of its second in r[2], r[3].
-// Free to move among other loads: `row` is to come out of after_barrier.
-__device__ __forceinline__ void load_act_blocks(uint32_t (&r)[4], uint32_t row) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-      : "r"(row));
-#endif
-}
-
-// The same value, not known to the compiler before the barrier that stands above the call.
-__device__ __forceinline__ uint32_t after_barrier(uint32_t value) {
-  asm volatile("" : "+r"(value)::"memory");
-  return value;
+// x where `part` is the part of the lane's column, 0 elsewhere.
+template <int kTokens>
+__device__ __forceinline__ uint32_t for_part(const FewLane<kTokens> &lane, int part, uint32_t x) {
+  return FewLane<kTokens>::kParts == 1 || lane.b_part == part ? x : 0u;
 }
 
 // Byte `index` of four.
@@ -82,78 +64,193 @@ __device__ __forceinline__ int signed_byte(uint32_t bytes, int index) {
 
 // I of a lane's rows from what its parts have of rows g and g + 8.
 template <int kTokens>
-__device__ __forceinline__ void add_parts(const int (&i)[2], int t,
+__device__ __forceinline__ void add_parts(const int (&i)[2], const FewLane<kTokens> &lane,
                                           int (&sum)[FewLane<kTokens>::kRows]) {
   if constexpr (kTokens == 4) {
     sum[0] = i[0];
     sum[FewLane<kTokens>::kRows - 1] = i[1];
   } else {
-    const bool second = FewLane<kTokens>::row(t) != 0;
-    sum[0] = second ? i[1] : i[0];
-    sum[0] += __shfl_xor_sync(0xffffffffu, second ? i[0] : i[1], kTokens);
+    sum[0] = lane.row != 0 ? i[1] : i[0];
+    sum[0] += __shfl_xor_sync(0xffffffffu, lane.row != 0 ? i[0] : i[1], kTokens);
     if constexpr (kTokens == 1) sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], 2);
   }
 }
 
-// p of the lane's rows and token: of the chunk of weights at `chunk`, of which num_units exist (4
-// but at the ragged end). codes: shared address of the chunk's activations; sums: of the chunk and
-// the lane's token.
+// c += the dot products of a block of step `step` of a unit.
+template <int kType>
+__device__ __forceinline__ void add_block(int (&c)[4], const uint32_t (&a)[4], int step,
+                                          uint32_t b0, uint32_t b1) {
+  if (WeightTile<kType>::kHighInPlace && step == 1) {
+    mma_u8_k32(c, a, b0, b1);
+  } else {
+    mma_s8_k32(c, a, b0, b1);
+  }
+}
+
+// dot of row g + 8 r with q.
+__device__ __forceinline__ int dot_of(const int (&c)[4], int r) {
+  return 8 * c[2 * r] + c[2 * r + 1];
+}
+
+// I of the lane's part for rows g and g + 8 of q4_k and q5_k. codes: of the chunk.
 template <int kType, int kTokens>
-__device__ __forceinline__ void few_chunk(const uint8_t *chunk, int num_units, int lane,
-                                          uint32_t codes, uint32_t zeros, const uint8_t *sums,
-                                          float (&p)[FewLane<kTokens>::kRows]) {
+__device__ __forceinline__ void sum_blocks(const uint8_t *chunk, int warp_lane,
+                                           const FewLane<kTokens> &lane, const uint8_t *codes,
+                                           const uint4 (&fields)[2], int (&i)[2]) {
   using Tile = WeightTile<kType>;
-  using Lane = FewLane<kTokens>;
-  constexpr int kParts = Lane::kParts, kRows = Lane::kRows;
-  const int g = lane >> 2, t = lane & 3, part = Lane::part(t);
-  const auto dot = [](const int (&c)[4], int r) { return 8 * c[2 * r] + c[2 * r + 1]; };
-  const auto act_row = [&](int u) {
-    return few_act_row<kTokens, kFewColumns<kType>>(u, lane, codes, zeros);
-  };
-  const auto block_mma = [&](int (&c)[4], const uint32_t (&a)[2][4], const uint32_t (&b)[4],
-                             int step) {
-    if (Tile::kHighInPlace && step == 1) {
-      mma_u8_k32(c, a[step], b[2], b[3]);
+  constexpr int kParts = FewLane<kTokens>::kParts;
+  // Set s of registers has block s * kParts + part.
+  constexpr int kUnitSets = 2 / kParts == 0 ? 1 : 2 / kParts;  // of a unit
+  constexpr int kShift = Tile::kHighInPlace ? 4 : 0;  // the codes of odd blocks are times 16
+  uint32_t words[2][2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    words[r][0] = fields[r].y >> (8 * lane.part);
+    words[r][1] = fields[r].z >> (8 * lane.part);
+  }
+  int sum[2][2] = {};  // [even, odd blocks][row]; one where the parity is the lane's
+  int c[kUnitSets][4];
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    uint32_t a[2][4];
+    Tile::load_codes(chunk, u, warp_lane, a);
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const int block = 2 * u + step, set = block / kParts, part = block % kParts;
+      auto &to = c[set % kUnitSets];
+      if (part == 0) to[0] = to[1] = to[2] = to[3] = 0;
+      const uint2 b = *reinterpret_cast<const uint2 *>(codes + set * 256 + warp_lane * 8);
+      add_block<kType>(to, a[step], step, for_part(lane, part, b.x), for_part(lane, part, b.y));
+      if (part + 1 < kParts) continue;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int first = set * kParts;  // the block of part 0
+        const uint32_t scale = words[r][first / 4] >> (8 * (first % 4)) & 63u;
+        sum[kParts == 1 ? set & 1 : 0][r] += static_cast<int>(scale) * dot_of(to, r);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    i[r] =
+        kParts == 1 ? sum[0][r] + (sum[1][r] >> kShift) : sum[0][r] >> (kShift * (lane.part & 1));
+  }
+}
+
+// The same for q6_k, whose parts are every kParts-th half block.
+template <int kTokens>
+__device__ __forceinline__ void sum_half_blocks(const uint8_t *chunk, int warp_lane,
+                                                const FewLane<kTokens> &lane, const uint8_t *codes,
+                                                int (&i)[2]) {
+  using Tile = WeightTile<kWeightQ6_K>;
+  constexpr int kParts = FewLane<kTokens>::kParts;
+  static_assert(Tile::code_factor(0) == 4, "taken out below");
+  const uint4 *fields =
+      reinterpret_cast<const uint4 *>(chunk + row_fields_offset(kWeightQ6_K, lane.g, 0));
+  const uint4 f[2] = {fields[0], fields[1]};
+  const uint32_t words[2][4] = {{f[0].x, f[0].y, f[0].z, f[0].w}, {f[1].x, f[1].y, f[1].z, f[1].w}};
+  int sum[2][2] = {};  // [of up to 8 half blocks: 4 |I| < 2^31][row]
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    uint32_t a[2][4];
+    Tile::load_codes(chunk, u, warp_lane, a);
+    int c[4 / kParts][4] = {};
+    const uint8_t *unit = codes + u * (few_codes_bytes(kTokens) / kUnitsPerChunk);
+    constexpr int kBlock = few_codes_bytes(kTokens) / kActBlocks;
+    const uint8_t *words_at = unit + lane.b_offset;
+    if constexpr (kParts == 4) {  // a part has a half of one of the blocks
+      const uint32_t b = *reinterpret_cast<const uint32_t *>(
+          words_at + (lane.b_part >> 1) * kBlock + (lane.b_part & 1) * 4);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        mma_s8_k32(c[0], a[step], for_part(lane, 2 * step, b), for_part(lane, 2 * step + 1, b));
+      }
     } else {
-      mma_s8_k32(c, a[step], b[2 * step], b[2 * step + 1]);
-    }
-  };
-  if constexpr (kType == kWeightQ4_K || kType == kWeightQ5_K) {
-    const auto fields = [&](int r8) {
-      return *reinterpret_cast<const uint4 *>(chunk + row_fields_offset(kType, g, r8));
-    };
-    // Set s of registers has block s * kParts + part.
-    constexpr int kSets = 8 / kParts;
-    int c[kSets][4] = {};
 #pragma unroll
-    for (int u = 0; u < kUnitsPerChunk; ++u) {
-      uint32_t a[2][4], b[4];
-      Tile::load_codes(chunk, u, lane, a);
-      load_act_blocks(b, act_row(u));
-#pragma unroll
-      for (int step = 0; step < 2; ++step) block_mma(c[(2 * u + step) / kParts], a, b, step);
+      for (int step = 0; step < 2; ++step) {
+        if constexpr (kParts == 2) {  // a part has a half of each block
+          const uint32_t b =
+              *reinterpret_cast<const uint32_t *>(words_at + step * kBlock + lane.b_part * 4);
+          mma_s8_k32(c[step % (4 / kParts)], a[step], for_part(lane, 0, b), for_part(lane, 1, b));
+        } else {
+          const uint2 b = *reinterpret_cast<const uint2 *>(words_at + step * kBlock);
+          mma_s8_k16(c[(2 * step) % (4 / kParts)], a[step][0], a[step][1], b.x);
+          mma_s8_k16(c[(2 * step + 1) % (4 / kParts)], a[step][2], a[step][3], b.y);
+        }
+      }
     }
-    constexpr int kShift = Tile::kHighInPlace ? 4 : 0;  // the codes of odd blocks are times 16
-    int i[2];
+#pragma unroll
+    for (int s = 0; s < 4 / kParts; ++s) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        sum[kParts == 1 ? u >> 1 : 0][r] +=
+            signed_byte(words[r][u], s * kParts + lane.part) * dot_of(c[s], r);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) i[r] = (sum[0][r] >> 2) + (sum[1][r] >> 2);
+}
+
+// p of rows g and g + 8 and the lane's token for types with a d per block; every part has all of
+// it. num_units of the chunk exist, 4 but at the ragged end.
+template <int kType, int kTokens>
+__device__ __forceinline__ void chain_blocks(const uint8_t *chunk, int num_units, int warp_lane,
+                                             const FewLane<kTokens> &lane, const uint8_t *codes,
+                                             const uint4 &sums, float (&p)[2]) {
+  using Tile = WeightTile<kType>;
+  const uint32_t s[4] = {sums.x, sums.y, sums.z, sums.w};
+  p[0] = p[1] = 0.0f;
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    const auto scales = Tile::load_scales(chunk, u, lane.g);
+    uint32_t a[2][4];
+    Tile::load_codes(chunk, u, warp_lane, a);
+    int c[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      const uint2 b = *reinterpret_cast<const uint2 *>(
+          codes + (2 * u + step) * (few_codes_bytes(kTokens) / kActBlocks) + lane.b_offset);
+      add_block<kType>(c[step], a[step], step, b.x, b.y);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint4 v = fields(r);
-      const uint32_t words[2] = {v.y >> (8 * part), v.z >> (8 * part)};
-      int sum[2] = {0, 0};  // of even and odd blocks
+      float v = p[r];
 #pragma unroll
-      for (int s = 0; s < kSets; ++s) {
-        const int first = s * kParts;  // the block of part 0
-        const uint32_t scale = words[first / 4] >> (8 * (first % 4)) & 63u;
-        sum[kParts == 1 ? s & 1 : 0] += static_cast<int>(scale) * dot(c[s], r);
+      for (int step = 0; step < 2; ++step) {
+        constexpr float kInverse[2] = {1.0f / Tile::code_factor(0), 1.0f / Tile::code_factor(1)};
+        const float d = __fmul_rn(scales.d[step][r], kInverse[step]);
+        v = __fmaf_rn(d, __int2float_rn(dot_of(c[step], r)), v);
+        if constexpr (Tile::kHasMin) {
+          const int sum = static_cast<int16_t>(s[u] >> (16 * step) & 0xffffu);
+          v = __fmaf_rn(scales.m[step][r], __int2float_rn(sum), v);
+        }
       }
-      i[r] = kParts == 1 ? sum[0] + (sum[1] >> kShift) : sum[0] >> (kShift * (part & 1));
+      if (u < num_units) p[r] = v;
     }
-    int all[kRows];
-    add_parts<kTokens>(i, t, all);
+  }
+}
+
+// p of the lane's rows and token: of the chunk of weights at `chunk`, of which num_units exist.
+// codes: of the chunk of activations; sums: of the chunk and the lane's token.
+template <int kType, int kTokens>
+__device__ __forceinline__ void few_chunk(const uint8_t *chunk, int num_units, int warp_lane,
+                                          const FewLane<kTokens> &lane, const uint8_t *codes,
+                                          const uint8_t *sums,
+                                          float (&p)[FewLane<kTokens>::kRows]) {
+  constexpr int kRows = FewLane<kTokens>::kRows;
+  if constexpr (kType == kWeightQ4_K || kType == kWeightQ5_K) {
+    const uint4 *at = reinterpret_cast<const uint4 *>(chunk + row_fields_offset(kType, lane.g, 0));
+    const uint4 fields[2] = {at[0], at[1]};
+    int i[2], all[kRows];
+    sum_blocks<kType, kTokens>(chunk, warp_lane, lane, codes, fields, i);
+    add_parts<kTokens>(i, lane, all);
     const uint4 s = *reinterpret_cast<const uint4 *>(sums);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowFields row = unpack_fields(fields(kRows == 1 ? Lane::row(t) : r));
+      const bool second = kRows == 1 ? lane.row != 0 : r != 0;
+      const RowFields row = unpack_fields(
+          make_uint4(second ? fields[1].x : fields[0].x, second ? fields[1].y : fields[0].y,
+                     second ? fields[1].z : fields[0].z, second ? fields[1].w : fields[0].w));
       int j = __dp2a_lo(static_cast<int>(s.x), static_cast<int>(row.minima[0]), 0);
       j = __dp2a_hi(static_cast<int>(s.y), static_cast<int>(row.minima[0]), j);
       j = __dp2a_lo(static_cast<int>(s.z), static_cast<int>(row.minima[1]), j);
@@ -161,83 +258,22 @@ __device__ __forceinline__ void few_chunk(const uint8_t *chunk, int num_units, i
       p[r] = __fmaf_rn(row.d, __int2float_rn(all[r]), __fmul_rn(-row.dmin, __int2float_rn(j)));
     }
   } else if constexpr (kType == kWeightQ6_K) {
-    // Set s has half block s * kParts + part, times 4.
-    constexpr int kSets = 16 / kParts;
-    int c[kSets][4] = {};
-    static_assert(Tile::code_factor(0) == 4, "taken out below");
-#pragma unroll
-    for (int u = 0; u < kUnitsPerChunk; ++u) {
-      uint32_t a[2][4], b[4];
-      Tile::load_codes(chunk, u, lane, a);
-      load_act_blocks(b, act_row(u));
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        const int h = 4 * u + 2 * step;
-        if constexpr (kParts == 1) {
-          mma_s8_k16(c[h], a[step][0], a[step][1], b[2 * step]);
-          mma_s8_k16(c[h + 1], a[step][2], a[step][3], b[2 * step + 1]);
-        } else {
-          block_mma(c[h / kParts], a, b, step);
-        }
-      }
-    }
-    int i[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint4 v = *reinterpret_cast<const uint4 *>(chunk + row_fields_offset(kType, g, r));
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-      int sum[2] = {0, 0};  // of up to 8 half blocks each: 4 |I| < 2^31
-#pragma unroll
-      for (int s = 0; s < kSets; ++s) {
-        const int first = s * kParts;
-        sum[kParts == 1 && s >= 8 ? 1 : 0] +=
-            signed_byte(words[first / 4], first % 4 + part) * dot(c[s], r);
-      }
-      i[r] = (sum[0] >> 2) + (sum[1] >> 2);
-    }
-    int all[kRows];
-    add_parts<kTokens>(i, t, all);
-    const uint32_t d = *reinterpret_cast<const uint32_t *>(chunk + kQ6SuperScaleOffset + g * 4);
+    int i[2], all[kRows];
+    sum_half_blocks<kTokens>(chunk, warp_lane, lane, codes, i);
+    add_parts<kTokens>(i, lane, all);
+    const uint32_t d =
+        *reinterpret_cast<const uint32_t *>(chunk + kQ6SuperScaleOffset + lane.g * 4);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int row = kRows == 1 ? Lane::row(t) : r;
-      p[r] = __fmul_rn(half_bits_to_float(d >> (16 * row)), __int2float_rn(all[r]));
+      p[r] = __fmul_rn(half_bits_to_float(d >> (16 * (kRows == 1 ? lane.row : r))),
+                       __int2float_rn(all[r]));
     }
   } else {
-    const uint4 s4 = *reinterpret_cast<const uint4 *>(sums);
-    const uint32_t s[4] = {s4.x, s4.y, s4.z, s4.w};
-    float both[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int u = 0; u < kUnitsPerChunk; ++u) {
-      const auto scales = Tile::load_scales(chunk, u, g);
-      uint32_t a[2][4], b[4];
-      Tile::load_codes(chunk, u, lane, a);
-      load_act_blocks(b, act_row(u));
-      int c[2][4] = {};
-#pragma unroll
-      for (int step = 0; step < 2; ++step) block_mma(c[step], a, b, step);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float v = both[r];
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          constexpr float kInverse[2] = {1.0f / Tile::code_factor(0), 1.0f / Tile::code_factor(1)};
-          const float d = __fmul_rn(scales.d[step][r], kInverse[step]);
-          v = __fmaf_rn(d, __int2float_rn(dot(c[step], r)), v);
-          if constexpr (Tile::kHasMin) {
-            const int sum = static_cast<int16_t>(s[u] >> (16 * step) & 0xffffu);
-            v = __fmaf_rn(scales.m[step][r], __int2float_rn(sum), v);
-          }
-        }
-        if (u < num_units) both[r] = v;
-      }
-    }
-    if constexpr (kRows == 1) {
-      p[0] = Lane::row(t) != 0 ? both[1] : both[0];
-    } else {
-      p[0] = both[0];
-      p[kRows - 1] = both[1];
-    }
+    float both[2];
+    chain_blocks<kType, kTokens>(chunk, num_units, warp_lane, lane, codes,
+                                 *reinterpret_cast<const uint4 *>(sums), both);
+    p[0] = kRows == 1 && lane.row != 0 ? both[1] : both[0];
+    if constexpr (kRows == 2) p[kRows - 1] = both[1];
   }
 }
 

@@ -17,10 +17,9 @@ struct Device {
   int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
-  // Of the matrix kernels of few tokens: how deep a warp's ring of chunks is at most, and among how
-  // many CTAs an SM's shared memory is shared out. Speed only, never numbers.
-  int ring_stages = 8;
-  int few_ctas = 2;
+  // Among how many CTAs the matrix kernels of few tokens share out an SM's shared memory. Speed
+  // only, never numbers.
+  int few_ctas = 1;
   // Slots of a warp of attention for keys and values on their way, 1, 2 or 4; 0: by the grid. Speed
   // only.
   int attention_depth = 0;

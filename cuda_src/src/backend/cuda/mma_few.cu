@@ -55,45 +55,42 @@ void prepare_few(Device *device) {
 void launch_mma_few(const Launch &launch, const MatmulArgs &args) {
   const Device &device = *launch.device;
   const int tokens = args.num_tokens <= 2 ? args.num_tokens : 4;
-  const bool is_pair = args.epilogue == kSwiGlu;
   FewArgs few = {};
   few.product = args;
   for (int s = 0; s <= args.num_slices; ++s)
     few.slice_first[s] = slice_first_chunk(s, args.num_slices, args.num_chunks);
   int num_tiles = 0;
   for (int i = 0; i < args.num_segments; ++i) {
-    num_tiles = is_pair ? args.segments[i].num_tiles : num_tiles + args.segments[i].num_tiles;
-    few.chunk_bytes =
-        std::max(few.chunk_bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
+    num_tiles += args.segments[i].num_tiles;
+    few.slot_bytes = std::max(few.slot_bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
   }
   // A warp for each slice of as many tiles as there are warps for, without leaving SMs idle.
-  few.width = 1;
-  while ((few.width + 1) * args.num_slices <= kFewMaxWarps &&
-         (num_tiles + few.width) / (few.width + 1) * 10 >= device.num_sms * 9) {
-    few.width += 1;
+  const int step = args.epilogue == kSwiGlu ? 2 : 1;
+  few.group_tiles = step;
+  while ((few.group_tiles + step) * args.num_slices <= kFewMaxWarps &&
+         (num_tiles + few.group_tiles) / (few.group_tiles + step) * 10 >= device.num_sms * 9) {
+    few.group_tiles += step;
   }
-  few.num_groups = (num_tiles + few.width - 1) / few.width;
-  const int warps = few.width * args.num_slices;
-  const auto shared_with = [&](int stages) {
-    return few_shared_bytes(warps, stages, few.chunk_bytes, args.num_chunks,
-                            is_pair ? 2 * few.width : few.width, args.num_slices, tokens);
+  few.num_groups = (num_tiles + few.group_tiles - 1) / few.group_tiles;
+  const int jobs = few.group_tiles * args.num_slices;
+  const auto shared_with = [&](int slots) {
+    return few_shared_bytes(jobs, slots, few.slot_bytes, args.num_chunks, few.group_tiles,
+                            args.num_slices, tokens);
   };
-  // As deep a ring as leaves the next kernel its half of an SM, and two stages at least; deeper
-  // than all of a warp's work is of no use.
+  // As deep a ring as the CTA's share of an SM allows, and two slots at least; deeper than all of a
+  // warp's work is of no use.
   const int share =
       device.shared_bytes_per_sm / std::max(1, device.few_ctas) - kReservedSharedPerCta;
   const int most = device.max_shared_bytes;
   const int rounds = (few.num_groups + device.num_sms - 1) / device.num_sms;
   const int longest = (args.num_chunks + args.num_slices - 1) / args.num_slices;
-  const int useful = std::min(
-      {kFewMaxStages, device.ring_stages, rounds * (is_pair ? longest : (longest + 1) / 2)});
-  few.num_stages = 1;
-  for (int stages = 2; stages <= useful; ++stages) {
-    if (shared_with(stages) <= (stages == 2 ? most : std::min(share, most)))
-      few.num_stages = stages;
+  const int useful = std::min(kFewMaxSlots, rounds * longest);
+  few.num_slots = 1;
+  for (int slots = 2; slots <= useful; ++slots) {
+    if (shared_with(slots) <= (slots == 2 ? most : std::min(share, most))) few.num_slots = slots;
   }
   // A very long K leaves no room for so many tokens at once: fewer, more often.
-  if (shared_with(few.num_stages) > most) {
+  if (shared_with(few.num_slots) > most) {
     if (tokens == 1) {
       throw Error(Status::kUnimplemented,
                   "CUDA: a matrix of " + std::to_string(args.num_units * kUnitCols) +
@@ -107,10 +104,12 @@ void launch_mma_few(const Launch &launch, const MatmulArgs &args) {
     launch_mma_few(launch, half);
     return;
   }
+  // Warps without a slice help with the activations.
+  const int warps = std::max(jobs, std::min(kFewMaxWarps, args.num_chunks));
   launch_kernel(launch, "mma_few", few_kernel(type_set_of(args), tokens),
                 dim3(static_cast<unsigned>(std::min(few.num_groups, device.num_sms))),
                 static_cast<unsigned>(warps * kWarp),
-                static_cast<size_t>(shared_with(few.num_stages)), few);
+                static_cast<size_t>(shared_with(few.num_slots)), few);
 }
 
 }  // namespace cuda

@@ -1,12 +1,11 @@
 // Products of 1 to 4 tokens on tensor cores: reads each weight once, bound by memory.
 //
-// A CTA of up to 8 warps, one per SM, takes groups of tiles blockIdx.x, blockIdx.x + gridDim.x,
-// ...; a warp always the same slice of K of the same tile of a group (of a tile of gate and one of
-// up for kSwiGlu). Half an SM stays free: the next kernel's CTA waits there with its first weights
-// in shared memory. Each warp has a ring of stages of two chunks that runs on across groups,
-// filled by bulk copies. Slices are added up by one warp, another one for each group, while the
-// others are at the next group.
-//   shared  barriers, ring [warps][stages][2][chunk], activations (stage_few.cuh), partials
+// A CTA, one per SM, takes groups of tiles blockIdx.x, blockIdx.x + gridDim.x, ...; a warp always
+// the same slice of K of the same tile of a group. Each warp has a ring of chunks that runs on
+// across groups, filled by bulk copies; the first are asked for before the previous kernel has
+// finished. Slices are added up by one warp, another one for each group, while the others are at
+// the next group.
+//   shared  barriers, ring [warps][slots][chunk], activations (stage_few.cuh), partials
 //           [2][tiles][slices][kTokens][16]
 #pragma once
 
@@ -17,8 +16,8 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kFewMaxWarps = 8;
-constexpr int kFewMaxStages = 8;
+constexpr int kFewMaxWarps = 16;
+constexpr int kFewMaxSlots = 8;
 
 // The types that a kernel is compiled for: with all of them in one, registers run out.
 enum class TypeSet { kQ4KQ6K, kQ8_0, kAll };
@@ -32,232 +31,99 @@ XLLM_HOST_DEVICE constexpr bool contains(TypeSet set, int type) {
 struct FewArgs {
   MatmulArgs product;
   int num_groups;
-  int width;  // tiles of a group, pairs of tiles for kSwiGlu: a warp for each slice of each
-  int num_stages, chunk_bytes;      // of a warp's ring; of the largest type
+  int group_tiles;            // a warp for each slice of each; of gate and up in turn for kSwiGlu
+  int num_slots, slot_bytes;  // of a warp's ring
   int slice_first[kMaxSlices + 1];  // chunks
 };
 
-XLLM_HOST_DEVICE int few_barrier_bytes(int warps, int stages) {
-  return (warps * stages * 8 + 4 * 8 + 127) / 128 * 128;
+XLLM_HOST_DEVICE int few_barrier_bytes(int warps, int slots) {
+  return (warps * slots * 8 + 4 * 8 + 127) / 128 * 128;
 }
 // Of one of the two buffers.
 XLLM_HOST_DEVICE int few_partial_floats(int group_tiles, int num_slices, int tokens) {
   return group_tiles * num_slices * tokens * kTileRows;
 }
-XLLM_HOST_DEVICE int few_shared_bytes(int warps, int stages, int chunk_bytes, int num_chunks,
+XLLM_HOST_DEVICE int few_shared_bytes(int jobs, int slots, int slot_bytes, int num_chunks,
                                       int group_tiles, int num_slices, int tokens) {
-  return few_barrier_bytes(warps, stages) + warps * stages * 2 * chunk_bytes +
+  return few_barrier_bytes(jobs, slots) + jobs * slots * slot_bytes +
          few_acts_bytes(num_chunks, tokens) +
          2 * few_partial_floats(group_tiles, num_slices, tokens) * 4;
 }
 
-// Tile `index` of the tiles of all segments, one after the other, or of both segments of a pair.
-// False past the last one.
-__device__ __forceinline__ bool find_tile(const MatmulArgs &args, bool is_pair, int index,
-                                          int *segment, int *tile) {
-  int s = 0;
-  if (!is_pair) {
-    while (s + 1 < args.num_segments && index >= args.segments[s].num_tiles)
-      index -= args.segments[s++].num_tiles;
-  }
-  *segment = s;
-  *tile = index;
-  return index < args.segments[s].num_tiles;
+// One tile of the work, or none (tiles null). From constant indices, so that all of it stays in
+// registers that the warp has in common.
+struct FewTile {
+  const uint8_t *tiles;
+  int64_t tile_bytes;
+  int type, tile, num_rows, out_row;
+};
+
+__device__ __forceinline__ FewTile tile_of_segment(const MatmulSegment &s, int tile) {
+  return {
+      tile < s.num_tiles ? s.tiles : nullptr, s.tile_bytes, s.type, tile, s.num_rows, s.out_row};
 }
 
-// A warp's work in a group: chunks [first, end) of one tile, or of two at once.
-struct FewJob {
-  bool is_pair;
-  int index;  // of the tile or pair in a group
-  int first, end;
-};
+__device__ __forceinline__ FewTile few_tile(const FewArgs &few, int group, int index) {
+  const MatmulArgs &args = few.product;
+  const int at = group * few.group_tiles + index;
+  if (args.epilogue == kSwiGlu)
+    return tile_of_segment((index & 1) == 0 ? args.segments[0] : args.segments[1], at >> 1);
+  const int n0 = args.segments[0].num_tiles, n1 = n0 + args.segments[1].num_tiles;
+  if (args.num_segments == 1 || at < n0) return tile_of_segment(args.segments[0], at);
+  if (args.num_segments == 2 || at < n1) return tile_of_segment(args.segments[1], at - n0);
+  return tile_of_segment(args.segments[2], at - n1);
+}
 
 // The ring of one warp and what it reads next.
 struct FewRing {
   uint8_t *base;
   uint64_t *barriers;
-  int stage, num_stages, stage_bytes, chunk_bytes;
+  int slot;  // the next one to be used
   uint32_t parity;
   // The cursor: chunks of the job still to come, 0: nothing more at all.
-  const uint8_t *from[2];
-  int left;
-  int bytes[2], missing_bytes[2];  // of a chunk; what the job's last one lacks, at the ragged end
+  const uint8_t *from;
+  int left, bytes, missing_bytes;  // of a chunk; what the job's last one lacks at the ragged end
   int group;
 
   // Moves the cursor to this warp's job in its group, or to none.
-  __device__ __forceinline__ void seek(const FewArgs &few, const FewJob &job) {
-    const MatmulArgs &args = few.product;
+  __device__ __forceinline__ void seek(const FewArgs &few, int index, int first, int end) {
     left = 0;
-    int s = 0, tile = group * few.width + job.index;
-    if (group >= few.num_groups || !find_tile(args, job.is_pair, tile, &s, &tile)) return;
-    left = job.end - job.first;
-    point(args.segments[s], tile, job, 0);
-    if (job.is_pair) point(args.segments[1], tile, job, 1);
+    if (group >= few.num_groups) return;
+    const FewTile at = few_tile(few, group, index);
+    if (at.tiles == nullptr) return;
+    left = end - first;
+    bytes = static_cast<int>(chunk_bytes(at.type));
+    missing_bytes = static_cast<int>(max(int64_t{end} * bytes - at.tile_bytes, int64_t{0}));
+    from = at.tiles + at.tile * at.tile_bytes + int64_t{first} * bytes;
   }
 
-  __device__ __forceinline__ void point(const MatmulSegment &segment, int tile, const FewJob &job,
-                                        int which) {
-    const int size = static_cast<int>(xllm::cuda::chunk_bytes(segment.type));
-    const int64_t whole = static_cast<int64_t>(job.end) * size;
-    bytes[which] = size;
-    missing_bytes[which] = static_cast<int>(max(whole - segment.tile_bytes, int64_t{0}));
-    from[which] =
-        segment.tiles + tile * segment.tile_bytes + static_cast<int64_t>(job.first) * size;
-  }
-
-  // Asks for what the cursor stands at, into stage `to`, which the warp is done with.
-  __device__ __forceinline__ void fetch(const FewArgs &few, const FewJob &job, int to, int lane) {
+  // Asks for the chunk at the cursor, into slot `to`, which the warp is done with.
+  __device__ __forceinline__ void fetch(const FewArgs &few, int index, int first, int end, int to,
+                                        int lane) {
     if (left <= 0) return;
-    uint8_t *at = base + to * stage_bytes;
-    const int count = job.is_pair ? 1 : min(2, left);
-    left -= count;
-    const int size = count * bytes[0] - (left == 0 ? missing_bytes[0] : 0);
-    const int other = bytes[1] - (left == 0 ? missing_bytes[1] : 0);  // 0 but for a pair
-    expect_chunks(barriers + to, size + other, lane);
-    copy_chunk(at, from[0], size, barriers + to, lane);
-    from[0] += size;
-    if (job.is_pair) {
-      copy_chunk(at + chunk_bytes, from[1], other, barriers + to, lane);
-      from[1] += other;
-    }
-    chunks_asked(barriers + to);
+    left -= 1;
+    const int size = bytes - (left == 0 ? missing_bytes : 0);
+    copy_chunk(base + to * few.slot_bytes, from, size, barriers + to, lane);
+    from += size;
     if (left == 0) {
       group += static_cast<int>(gridDim.x);
-      seek(few, job);
+      seek(few, index, first, end);
     }
   }
 };
 
-// What the steps of a job read besides weights.
-template <int kTokens>
-struct FewInput {
-  uint32_t codes, zeros;  // shared addresses
-  const uint8_t *sums;    // of the lane's token
-  const float *scales;    // of the lane's token
-  float factor;           // 1 / rms of the token's row, or 1
-  int num_units;          // of K
-
-  __device__ __forceinline__ uint32_t codes_of(int chunk) const {
-    return codes + chunk * few_codes_bytes(kTokens);
-  }
-  __device__ __forceinline__ const uint8_t *sums_of(int chunk) const {
-    return sums + chunk * few_sums_bytes(kTokens);
-  }
-  __device__ __forceinline__ float scale_of(int chunk) const {
-    return __fmul_rn(scales[chunk * kTokens], factor);
-  }
-  __device__ __forceinline__ int units_of(int chunk) const {
-    return min(kUnitsPerChunk, num_units - chunk * kUnitsPerChunk);
-  }
-};
-
-// One step of a job: the two chunks of a stage, the second of them of the next columns or of the
-// other tile. acc[tile][row of the lane].
-template <int kType, int kTokens>
-__device__ __forceinline__ void few_step(const uint8_t *stage, int second_at, bool is_pair,
-                                         bool has_second, int chunk, int lane,
-                                         const FewInput<kTokens> &in,
-                                         float (&acc)[2][FewLane<kTokens>::kRows]) {
-  constexpr int kRows = FewLane<kTokens>::kRows;
-  float p[2][kRows];
-  if (has_second) {  // one's loads and mmas while the other is scaled
-    const int other = is_pair ? chunk : chunk + 1;
-    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk), in.zeros,
-                              in.sums_of(chunk), p[0]);
-    few_chunk<kType, kTokens>(stage + second_at, in.units_of(other), lane, in.codes_of(other),
-                              in.zeros, in.sums_of(other), p[1]);
-    const float dx[2] = {in.scale_of(chunk), in.scale_of(other)};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      acc[0][r] = __fmaf_rn(dx[0], p[0][r], acc[0][r]);
-      const float sum = __fmaf_rn(dx[1], p[1][r], is_pair ? acc[1][r] : acc[0][r]);
-      if (is_pair) {
-        acc[1][r] = sum;
-      } else {
-        acc[0][r] = sum;
-      }
-    }
-  } else {
-    few_chunk<kType, kTokens>(stage, in.units_of(chunk), lane, in.codes_of(chunk), in.zeros,
-                              in.sums_of(chunk), p[0]);
-    const float dx = in.scale_of(chunk);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) acc[0][r] = __fmaf_rn(dx, p[0][r], acc[0][r]);
-  }
-}
-
-// The same for a type known at run time only, the same in the whole warp.
+// p of a chunk of a type known at run time only, the same in the whole warp.
 template <TypeSet kSet, int kTokens, int kType = 0, typename... Arguments>
-__device__ __forceinline__ void few_step_of(int type, Arguments &&...arguments) {
+__device__ __forceinline__ void few_chunk_of(int type, Arguments &&...arguments) {
   if constexpr (kType < kNumTileTypes) {
     if constexpr (contains(kSet, kType)) {
-      if (type == kType) return few_step<kType, kTokens>(arguments...);
+      if (type == kType) return few_chunk<kType, kTokens>(arguments...);
     }
-    few_step_of<kSet, kTokens, kType + 1>(type, arguments...);
+    few_chunk_of<kSet, kTokens, kType + 1>(type, arguments...);
   }
 }
 
-// All steps of the warp's job; types of the tile, or of both.
-template <TypeSet kSet, int kTokens>
-__device__ __forceinline__ void few_slice(const FewArgs &few, const FewJob &job,
-                                          const int (&types)[2], int lane,
-                                          const FewInput<kTokens> &in, FewRing *ring,
-                                          float (&acc)[2][FewLane<kTokens>::kRows]) {
-  const bool is_mixed = job.is_pair && types[0] != types[1];
-  const int step = job.is_pair ? 1 : 2;
-#pragma unroll 1
-  for (int chunk = job.first; chunk < job.end; chunk += step) {
-    wait_for_phase(ring->barriers + ring->stage, ring->parity);
-    const uint8_t *at = ring->base + ring->stage * ring->stage_bytes;
-    const int chunk_size =
-        job.is_pair ? ring->chunk_bytes : static_cast<int>(chunk_bytes(types[0]));
-    const bool has_second = job.is_pair ? !is_mixed : chunk + 1 < job.end;
-#pragma unroll 1
-    for (int tile = 0;; ++tile) {
-      few_step_of<kSet, kTokens>(tile == 0 ? types[0] : types[1], at, chunk_size, job.is_pair,
-                                 has_second, chunk, lane, in, acc);
-      if (!is_mixed) break;
-#pragma unroll
-      for (int r = 0; r < FewLane<kTokens>::kRows; ++r) {
-        const float other = acc[1][r];
-        acc[1][r] = acc[0][r];
-        acc[0][r] = other;
-      }
-      at += chunk_size;
-      if (tile == 1) break;
-    }
-    __syncwarp();
-    ring->fetch(few, job, ring->stage, lane);
-    if (++ring->stage == ring->num_stages) {
-      ring->stage = 0;
-      ring->parity ^= 1;
-    }
-  }
-}
-
-// What one lane of a warp that finishes 32 outputs of a group writes: asked for before the product
-// where no kernel writes it.
-struct FewOutput {
-  int column;  // of the output; < 0: there is none
-  float bias;
-};
-
-__device__ __forceinline__ FewOutput few_output(const FewArgs &few, int group, int row) {
-  const MatmulArgs &args = few.product;
-  FewOutput output = {-1, 0.0f};
-  int s, tile;
-  if (group >= few.num_groups || row >= few.width * kTileRows ||
-      !find_tile(args, args.epilogue == kSwiGlu, group * few.width + row / kTileRows, &s, &tile)) {
-    return output;
-  }
-  const int local = tile * kTileRows + row % kTileRows;
-  if (local >= args.segments[s].num_rows) return output;
-  output.column = args.segments[s].out_row + local;
-  if (args.bias != nullptr) output.bias = args.bias[output.column];
-  return output;
-}
-
-// ((p0 + p1) + p2) + ... of the slices that there are, from partials stride apart.
+// ((p0 + p1) + p2) + ... of the slices that there are, `stride` floats apart.
 __device__ __forceinline__ float sum_slices(const float *p, int stride, int num_slices) {
   float v[kMaxSlices];
 #pragma unroll
@@ -272,71 +138,65 @@ template <int kTokens, TypeSet kSet>
 __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
     mma_few_kernel(const __grid_constant__ FewArgs few) {
   extern __shared__ __align__(128) uint8_t shared[];
+  using Lane = FewLane<kTokens>;
   const MatmulArgs &args = few.product;
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp_lane = static_cast<int>(threadIdx.x) & 31;
   // From one lane, so that the compiler knows it to be the same in all.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) >> 5, 0);
   const int num_warps = static_cast<int>(blockDim.x) >> 5;
+  const int num_jobs = few.group_tiles * args.num_slices;
+  const bool has_job = warp < num_jobs;
 
-  FewJob job;
-  job.is_pair = args.epilogue == kSwiGlu;
-  job.index = 0;
-  int slice = warp;
-  for (; slice >= args.num_slices; slice -= args.num_slices) ++job.index;
-  job.first = few.slice_first[slice];
-  job.end = few.slice_first[slice + 1];
+  int index = 0, slice = warp;  // of this warp's tile in a group
+  for (; slice >= args.num_slices; slice -= args.num_slices) ++index;
+  const int first = few.slice_first[slice], end = few.slice_first[slice + 1];
 
-  // The first weights, before the previous kernel is done. Every CTA of this grid is at work when
-  // the next kernel's come in beside it, to do the same.
+  // The first weights, before the previous kernel is done.
   uint64_t *barriers = reinterpret_cast<uint64_t *>(shared);
   uint64_t *ready = barriers, *free = barriers + 2;  // of the two buffers of partials
+  uint8_t *rings = shared + few_barrier_bytes(num_jobs, few.num_slots);
   FewRing ring;
-  ring.chunk_bytes = few.chunk_bytes;
-  ring.stage_bytes = 2 * few.chunk_bytes;
-  ring.num_stages = few.num_stages;
-  uint8_t *rings = shared + few_barrier_bytes(num_warps, few.num_stages);
-  ring.base = rings + warp * few.num_stages * ring.stage_bytes;
-  ring.barriers = barriers + 4 + warp * few.num_stages;
-  ring.stage = 0;
+  ring.base = rings + warp * few.num_slots * few.slot_bytes;
+  ring.barriers = barriers + 4 + warp * few.num_slots;
+  ring.slot = 0;
   ring.parity = 0;
-  ring.bytes[1] = ring.missing_bytes[1] = 0;
   ring.group = static_cast<int>(blockIdx.x);
-  ring.seek(few, job);
-  if (lane == 0) {
+  if (has_job) {
+    ring.seek(few, index, first, end);
+    if (warp_lane < few.num_slots) {
+      init_barrier(ring.barriers + warp_lane, stage_arrivals());
+      publish_barriers();
+    }
+    __syncwarp();
 #pragma unroll 1
-    for (int i = 0; i < few.num_stages; ++i) init_barrier(ring.barriers + i, stage_arrivals());
-    publish_barriers();
+    for (int i = 0; i < few.num_slots; ++i) ring.fetch(few, index, first, end, i, warp_lane);
   }
-  __syncwarp();
-#pragma unroll 1
-  for (int i = 0; i < few.num_stages; ++i) ring.fetch(few, job, i, lane);
   let_next_kernel_start();
 
-  // Outputs of a group are finished by warps, 32 rows of a token each.
-  const int part_shift = few.width <= 2 ? 0 : few.width <= 4 ? 1 : 2;
+  // Outputs of a group are finished by warps, 32 rows of a token each (kSwiGlu: 16 pairs).
+  const bool is_pair = args.epilogue == kSwiGlu;
+  const int part_tiles = is_pair ? 4 : 2;
+  const int part_shift = few.group_tiles <= part_tiles       ? 0
+                         : few.group_tiles <= 2 * part_tiles ? 1
+                                                             : 2;
   const int num_parts = args.num_tokens << part_shift;
-  const auto first_row = [&](int of) { return (of & ((1 << part_shift) - 1)) * kWarp; };
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      init_barrier(ready + i, num_warps);
+      init_barrier(ready + i, num_jobs);
       init_barrier(free + i, num_parts);
     }
   }
   const FewActs acts =
-      few_acts<kTokens>(rings + num_warps * few.num_stages * ring.stage_bytes, args.num_chunks);
-  float *partials = reinterpret_cast<float *>(reinterpret_cast<uint8_t *>(acts.codes) +
-                                              few_acts_bytes(args.num_chunks, kTokens));
-  for (int i = static_cast<int>(threadIdx.x); i < few_codes_bytes(kTokens) / 16;
-       i += static_cast<int>(blockDim.x)) {
-    reinterpret_cast<uint4 *>(acts.codes + args.num_chunks * few_codes_bytes(kTokens))[i] =
-        make_uint4(0, 0, 0, 0);
-  }
+      few_acts<kTokens>(rings + num_jobs * few.num_slots * few.slot_bytes, args.num_chunks);
+  float *partials =
+      reinterpret_cast<float *>(acts.codes + few_acts_bytes(args.num_chunks, kTokens));
   // What else no kernel writes.
   const bool has_norm = args.rows.x != nullptr && args.rows.norm_weight != nullptr;
-  FewNorm norm;
+  float weight[kActLaneCols] = {};
   if (has_norm) {
-    load_norm(args, warp, num_warps, lane, &norm);
+    if ((warp + 1) * kActCols <= args.rows.num_cols)
+      load_whole(args.rows.norm_weight + warp * kActCols + warp_lane * kActLaneCols, weight);
     for (int i = args.num_chunks + static_cast<int>(threadIdx.x);
          i < few_square_floats(args.num_chunks); i += static_cast<int>(blockDim.x)) {
 #pragma unroll
@@ -344,90 +204,106 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
         acts.squares[m * few_square_floats(args.num_chunks) + i] = 0.0f;
     }
   }
-  int part = warp, group = static_cast<int>(blockIdx.x);
-  FewOutput output = few_output(few, group, first_row(part) + lane);
 
   wait_for_previous_kernel();
   if (args.rows.x == nullptr) {
     copy_acts<kTokens>(args, acts);
-  } else if (has_norm) {
-    stage_rows<kTokens, true>(args, warp, num_warps, lane, &norm, acts);
   } else {
-    stage_rows<kTokens, false>(args, warp, num_warps, lane, &norm, acts);
+    stage_rows<kTokens>(args, warp, num_warps, warp_lane, weight, acts);
   }
   __syncthreads();
+  if (!has_job) return;
 
-  FewInput<kTokens> in;
-  using Lane = FewLane<kTokens>;
-  const int t = lane & 3, token = Lane::token(t);
-  in.codes = after_barrier(shared_address(acts.codes));
-  in.zeros = in.codes + args.num_chunks * few_codes_bytes(kTokens);
-  in.sums = acts.sums + token * few_sums_bytes(1);
-  in.scales = acts.scales + token;
-  in.factor = has_norm
-                  ? few_row_inverse(acts.squares + token * few_square_floats(args.num_chunks), args)
-                  : 1.0f;
-  in.num_units = args.num_units;
-
-  const int group_tiles = job.is_pair ? 2 * few.width : few.width;
-  const int buffer_floats = few_partial_floats(group_tiles, args.num_slices, kTokens);
+  const Lane lane(warp_lane);
+  const uint8_t *sums = acts.sums + lane.token * few_sums_bytes(1);
+  const float *scales = acts.scales + lane.token;
+  const float factor =
+      has_norm
+          ? few_row_inverse(acts.squares + lane.token * few_square_floats(args.num_chunks), args)
+          : 1.0f;
   const int slice_floats = kTokens * kTileRows, tile_floats = args.num_slices * slice_floats;
+  int part = warp, buffer = 0;
+  uint32_t parity = 0;
 #pragma unroll 1
-  for (int iteration = 0; group < few.num_groups; ++iteration) {
-    const int buffer = iteration & 1;
-    const uint32_t parity = static_cast<uint32_t>(iteration >> 1) & 1;
-    float *sums = partials + buffer * buffer_floats;
-    const auto residual_at = [&](int of, const FewOutput &to) {
-      return args.out + (args.first_token + (of >> part_shift)) * args.out_stride + to.column;
+  for (int group = static_cast<int>(blockIdx.x), iteration = 0; group < few.num_groups;
+       group += static_cast<int>(gridDim.x), ++iteration) {
+    float *partial = partials + buffer * (few.group_tiles * tile_floats);
+    // What an output is added to, asked for before the product so that it is there after it.
+    float *out = nullptr;
+    float residual = 0.0f, bias = 0.0f;
+    const auto find_output = [&](int of) {
+      const int row = (of & ((1 << part_shift) - 1)) * kWarp + warp_lane;
+      const int at = is_pair ? row / kTileRows * 2 : row / kTileRows;
+      out = nullptr;
+      if (at >= few.group_tiles) return;
+      const FewTile tile = few_tile(few, group, at);
+      const int local = tile.tile * kTileRows + row % kTileRows;
+      if (tile.tiles == nullptr || local >= tile.num_rows) return;
+      const int column = (is_pair ? 0 : tile.out_row) + local;
+      out = args.out + (args.first_token + (of >> part_shift)) * args.out_stride + column;
+      if (args.epilogue == kAddTo) residual = *out;
+      if (args.bias != nullptr) bias = args.bias[column];
     };
-    float residual = 0.0f;
-    if (part < num_parts && output.column >= 0 && args.epilogue == kAddTo)
-      residual = *residual_at(part, output);
-    int s, tile;
-    if (find_tile(args, job.is_pair, group * few.width + job.index, &s, &tile)) {
-      const int types[2] = {args.segments[s].type, args.segments[job.is_pair ? 1 : s].type};
-      float acc[2][Lane::kRows] = {};
-      few_slice<kSet, kTokens>(few, job, types, lane, in, &ring, acc);
-      if (iteration >= 2) wait_for_phase(free + buffer, parity ^ 1);
-      if (Lane::part(t) < 2) {
-        float *to = sums + (job.is_pair ? 2 : 1) * job.index * tile_floats + slice * slice_floats +
-                    token * kTileRows + 8 * Lane::row(t) + (lane >> 2);
+    if (part < num_parts) find_output(part);
+
+    const FewTile tile = few_tile(few, group, index);
+    if (tile.tiles != nullptr) {
+      float acc[Lane::kRows] = {};
+#pragma unroll 1
+      for (int chunk = first; chunk < end; ++chunk) {
+        wait_for_phase(ring.barriers + ring.slot, ring.parity);
+        float p[Lane::kRows];
+        few_chunk_of<kSet, kTokens>(tile.type, ring.base + ring.slot * few.slot_bytes,
+                                    min(kUnitsPerChunk, args.num_units - chunk * kUnitsPerChunk),
+                                    warp_lane, lane, acts.codes + chunk * few_codes_bytes(kTokens),
+                                    sums + chunk * few_sums_bytes(kTokens), p);
+        const float dx = __fmul_rn(scales[chunk * kTokens], factor);
 #pragma unroll
-        for (int r = 0; r < Lane::kRows; ++r) {
-          to[8 * r] = acc[0][r];
-          if (job.is_pair) to[tile_floats + 8 * r] = acc[1][r];
+        for (int r = 0; r < Lane::kRows; ++r) acc[r] = __fmaf_rn(dx, p[r], acc[r]);
+        __syncwarp();
+        ring.fetch(few, index, first, end, ring.slot, warp_lane);
+        if (++ring.slot == few.num_slots) {
+          ring.slot = 0;
+          ring.parity ^= 1;
         }
+      }
+      if (iteration >= 2) wait_for_phase(free + buffer, parity ^ 1);
+      if (lane.part < 2) {
+        float *to = partial + index * tile_floats + slice * slice_floats + lane.token * kTileRows +
+                    8 * lane.row + lane.g;
+#pragma unroll
+        for (int r = 0; r < Lane::kRows; ++r) to[8 * r] = acc[r];
       }
     }
     __syncwarp();
-    if (lane == 0) arrive(ready + buffer);
-    for (int of = part; of < num_parts; of += num_warps) {
+    if (warp_lane == 0) arrive(ready + buffer);
+#pragma unroll 1
+    for (int of = part; of < num_parts; of += num_jobs) {
       if (of == part) {
         wait_for_phase(ready + buffer, parity);
       } else {
-        output = few_output(few, group, first_row(of) + lane);
-        if (output.column >= 0 && args.epilogue == kAddTo) residual = *residual_at(of, output);
+        find_output(of);
       }
-      if (output.column >= 0) {
-        const int row = first_row(of) + lane;
-        const float *p = sums + (job.is_pair ? 2 : 1) * (row / kTileRows) * tile_floats +
+      if (out != nullptr) {
+        const int row = (of & ((1 << part_shift) - 1)) * kWarp + warp_lane;
+        const float *p = partial + (is_pair ? 2 : 1) * (row / kTileRows) * tile_floats +
                          (of >> part_shift) * kTileRows + row % kTileRows;
         float y = sum_slices(p, slice_floats, args.num_slices);
-        if (job.is_pair) {
+        if (is_pair) {
           y = swiglu(y, sum_slices(p + tile_floats, slice_floats, args.num_slices));
         } else {
-          if (args.bias != nullptr) y = __fadd_rn(y, output.bias);
+          if (args.bias != nullptr) y = __fadd_rn(y, bias);
           if (args.epilogue == kAddTo) y = __fadd_rn(residual, y);
         }
-        *residual_at(of, output) = y;
+        *out = y;
       }
       __syncwarp();
-      if (lane == 0) arrive(free + buffer);
+      if (warp_lane == 0) arrive(free + buffer);
     }
     part -= num_parts;
-    while (part < 0) part += num_warps;
-    group += static_cast<int>(gridDim.x);
-    output = few_output(few, group, first_row(part) + lane);
+    while (part < 0) part += num_jobs;
+    buffer ^= 1;
+    parity ^= buffer == 0 ? 1 : 0;
   }
 }
 

@@ -69,40 +69,26 @@ __device__ __forceinline__ constexpr int stage_arrivals() {
 #endif
 }
 
-// A phase of a stage is: expect_chunks with the bytes of all copies to come, one or more
-// copy_chunk, chunks_asked; each by a whole warp that is done with what the stage held (and has
-// called
-// __syncwarp since).
-__device__ __forceinline__ void expect_chunks(uint64_t *barrier, int bytes, int lane) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (lane == 0) {
-    asm volatile(
-        "{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n\t}" ::"r"(
-            shared_address(barrier)),
-        "r"(bytes)
-        : "memory");
-  }
-#endif
-}
-
-// Asks for `bytes` (a multiple of 16; both pointers aligned to 16).
+// Asks for `bytes` (a multiple of 16; both pointers aligned to 16), by a whole warp that is done
+// with what the stage held (and has called __syncwarp since).
 __device__ __forceinline__ void copy_chunk(uint8_t *stage, const uint8_t *from, int bytes,
                                            uint64_t *barrier, int lane) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (lane == 0) {
+    const uint32_t address = shared_address(barrier);
+    asm volatile(
+        "{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n\t}" ::"r"(
+            address),
+        "r"(bytes)
+        : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
         "[%3];" ::"r"(shared_address(stage)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        "l"(from), "r"(bytes), "r"(address)
         : "memory");
   }
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   for (int i = lane * 16; i < bytes; i += kWarp * 16) copy_async_16(stage + i, from + i);
-#endif
-}
-
-__device__ __forceinline__ void chunks_asked(uint64_t *barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 900
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 #endif
