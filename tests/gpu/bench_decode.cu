@@ -180,7 +180,7 @@ void bench_model(Report *report, const Options &options, const Shape &shape,
   const std::string name = std::string(shape.name) + " " + mix;
   const auto model = make_shape(shape, mix);
   cuda::CudaBackend backend{BackendOptions()};
-  backend.device().attention_stages = options.attention_stages;
+  backend.device().attention_depth = options.attention_depth;
   const int most = *std::max_element(options.batch_sizes.begin(), options.batch_sizes.end());
   const int block_size = 64;
   const int per_seq = (options.context + options.num_steps + 40 + block_size - 1) / block_size;

@@ -1,6 +1,6 @@
 // cuda_backend_check [--parts repack,rows,matmul,sample,graphs,stages,invariance,bandwidth,decode]
 // [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
-//                    [--steps N] [--context N] [--attention-stages N] [--quick]
+//                    [--steps N] [--context N] [--attention-depth N] [--quick]
 //                    [--no-breakdown] [--variants C,...]
 //                    [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
@@ -56,8 +56,8 @@ int main(int argc, char **argv) {
       options.num_steps = std::atoi(value), ++i;
     } else if (flag == "--context") {
       options.context = std::atoi(value), ++i;
-    } else if (flag == "--attention-stages") {
-      options.attention_stages = std::atoi(value), ++i;
+    } else if (flag == "--attention-depth") {
+      options.attention_depth = std::atoi(value), ++i;
     } else if (flag == "--json") {
       json = value, ++i;
     } else {

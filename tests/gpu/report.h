@@ -82,7 +82,7 @@ struct Options {
   int num_steps = 48;
   int context = 128;
   double read_bandwidth = 4.66e12;
-  int attention_stages = 0;  // Device's, 0: as it finds best
+  int attention_depth = 0;  // Device's, 0: as it finds best
   bool has_breakdown = true;
   std::vector<std::string> variants = {"0", "0-"};  // bench_decode.cu
   bool is_quick = false;

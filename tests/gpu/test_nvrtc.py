@@ -15,7 +15,7 @@ CUDA = SOURCE / "backend" / "cuda"
 # Templates that a header does not instantiate by itself.
 INSTANCES = {
     "gemv.cuh": ("gemv_kernel", "MatmulArgs", ["1", "4", "8"]),
-    "attention.cuh": ("attention_kernel", "AttentionArgs", ["64, 1, false", "128, 2, true"]),
+    "attention.cuh": ("attention_kernel", "AttentionArgs", ["64, 1, 1, false", "96, 1, 4, true", "128, 2, 2, true"]),
     "act_rows.cuh": ("act_rows_kernel", "ActRowsArgs", ["1, false", "4, true"]),
 }
 

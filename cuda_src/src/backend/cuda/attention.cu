@@ -12,41 +12,103 @@ namespace {
 
 using AttentionKernel = void (*)(AttentionArgs);
 
+constexpr int kTiledHeadDims[] = {64, 80, 96, 128, 256};
+
+// Null: there is none for these.
 template <int kHeadDim, int kGroups>
-AttentionKernel tiled_kernel_of(bool finishes) {
-  return finishes ? attention_kernel<kHeadDim, kGroups, true>
-                  : attention_kernel<kHeadDim, kGroups, false>;
+AttentionKernel tiled_kernel_of(int depth, bool finishes) {
+  if (depth == 1) {
+    return finishes ? attention_kernel<kHeadDim, kGroups, 1, true>
+                    : attention_kernel<kHeadDim, kGroups, 1, false>;
+  }
+  if (!finishes) return nullptr;
+  if (depth == 2) return attention_kernel<kHeadDim, kGroups, 2, true>;
+  if constexpr (kHeadDim <= 128) {
+    if (depth == 4) return attention_kernel<kHeadDim, kGroups, 4, true>;
+  }
+  return nullptr;
 }
 
-AttentionKernel tiled_kernel(int head_dim, int groups, bool finishes) {
-  if (head_dim == 64)
-    return groups == 1 ? tiled_kernel_of<64, 1>(finishes) : tiled_kernel_of<64, 2>(finishes);
-  return groups == 1 ? tiled_kernel_of<128, 1>(finishes) : tiled_kernel_of<128, 2>(finishes);
+AttentionKernel tiled_kernel(int head_dim, int groups, int depth, bool finishes) {
+  switch (10 * head_dim + groups) {
+    case 641:
+      return tiled_kernel_of<64, 1>(depth, finishes);
+    case 642:
+      return tiled_kernel_of<64, 2>(depth, finishes);
+    case 801:
+      return tiled_kernel_of<80, 1>(depth, finishes);
+    case 802:
+      return tiled_kernel_of<80, 2>(depth, finishes);
+    case 961:
+      return tiled_kernel_of<96, 1>(depth, finishes);
+    case 962:
+      return tiled_kernel_of<96, 2>(depth, finishes);
+    case 1281:
+      return tiled_kernel_of<128, 1>(depth, finishes);
+    case 1282:
+      return tiled_kernel_of<128, 2>(depth, finishes);
+    case 2561:
+      return tiled_kernel_of<256, 1>(depth, finishes);
+    case 2562:
+      return tiled_kernel_of<256, 2>(depth, finishes);
+    default:
+      return nullptr;
+  }
 }
 
-bool is_tiled_attention(const ModelDims &dims, const KvView &kv) {
-  return (dims.head_dim == 64 || dims.head_dim == 128) && kv.layout.block_size % kKeyTile == 0;
+int groups_of(const ModelDims &dims) { return dims.num_heads / dims.num_kv_heads > 8 ? 2 : 1; }
+
+bool has_room(const Device &device, int head_dim, int groups, int depth) {
+  return attention_static_bytes(head_dim, groups) +
+             attention_shared_bytes(head_dim, groups, depth) <=
+         device.max_shared_bytes;
+}
+
+bool is_tiled_attention(const Device &device, const ModelDims &dims, const KvView &kv) {
+  const int block_size = kv.layout.block_size;
+  return tiled_kernel(dims.head_dim, 1, 1, false) != nullptr && block_size >= kKeyTile &&
+         (block_size & (block_size - 1)) == 0 &&
+         has_room(device, dims.head_dim, groups_of(dims), 1);
+}
+
+// How deep the rings of kv_stream.cuh are: as much in flight as there is room for where a CTA has
+// an SM to itself, else more CTAs. Speed only.
+int ring_depth(const Device &device, const ModelDims &dims, bool finishes, int64_t num_ctas) {
+  int depth = num_ctas <= device.num_sms ? 4 : num_ctas <= 3 * int64_t{device.num_sms} ? 2 : 1;
+  if (device.attention_depth > 0) depth = device.attention_depth;
+  const int groups = groups_of(dims);
+  while (depth > 1 && (tiled_kernel(dims.head_dim, groups, depth, finishes) == nullptr ||
+                       !has_room(device, dims.head_dim, groups, depth))) {
+    depth /= 2;
+  }
+  return depth;
 }
 
 }  // namespace
 
-void prepare_attention() {
-  for (const int head_dim : {64, 128}) {
+void prepare_attention(const Device &device) {
+  for (const int head_dim : kTiledHeadDims) {
     for (const int groups : {1, 2}) {
-      for (const bool finishes : {false, true}) {
-        const auto function =
-            reinterpret_cast<const void *>(tiled_kernel(head_dim, groups, finishes));
-        check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   attention_shared_bytes(head_dim, groups, kMaxKeyStages)),
-              "set shared memory size");
-        prefer_shared_memory(function);
+      for (const int depth : {1, 2, 4}) {
+        for (const bool finishes : {false, true}) {
+          const AttentionKernel kernel = tiled_kernel(head_dim, groups, depth, finishes);
+          if (kernel == nullptr || !has_room(device, head_dim, groups, depth)) continue;
+          const void *function = reinterpret_cast<const void *>(kernel);
+          check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     attention_shared_bytes(head_dim, groups, depth)),
+                "set shared memory size");
+          prefer_shared_memory(function);
+        }
       }
     }
   }
+  prefer_shared_memory(reinterpret_cast<const void *>(attention_any_kernel));
 }
 
 bool CudaBackend::finishes_rows(const CudaWorkspace &ws, const KvView &kv) const {
-  return ws.is_decode && uses_graphs_ && is_tiled_attention(ws.weights->dims, kv);
+  const ModelDims &dims = ws.weights->dims;
+  return ws.is_decode && uses_graphs_ && is_tiled_attention(device_, dims, kv) &&
+         rope_is_vector(dims.head_dim, dims.rope.rotary_dim, dims.rope.is_neighbor);
 }
 
 void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer,
@@ -65,34 +127,25 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   args.num_heads = dims.num_heads;
   args.group_size = dims.num_heads / dims.num_kv_heads;
   args.head_dim = dims.head_dim;
-  args.scale = dims.attention_scale;
+  args.scale = dims.attention_scale * kLog2E;
   args.window = dims.sliding_window;
   args.partial_out = ws.split_out.data<float>();
   args.partial_stats = ws.split_stats.data<float2>();
   args.counters = ws.split_counters.data<int>();
   args.out = ws.attention_out.data<float>();
 
-  const bool is_tiled = is_tiled_attention(dims, kv);
+  const bool is_tiled = is_tiled_attention(device_, dims, kv);
   const int head_groups = (args.group_size + 15) / 16;
   const int grid_y = is_tiled ? dims.num_kv_heads * head_groups : dims.num_heads;
-  const int groups = args.group_size > 8 ? 2 : 1;
   const bool finishes = finishes_rows(ws, kv);
   if (finishes) args.rows = qkv_args(ws, weights, layer, kv);
-  const AttentionKernel kernel =
-      is_tiled ? tiled_kernel(dims.head_dim, groups, finishes) : attention_any_kernel;
-  const int threads = is_tiled ? attention_warps(groups) * kWarp : kAnyThreads;
-  const int block_size = kv.layout.block_size;
-  args.block_shift = -1;
-  for (int shift = 0; shift < 20; ++shift) {
-    if (block_size == 1 << shift) args.block_shift = shift;
-  }
-  args.num_stages = device_.attention_stages;
-  if (args.num_stages == 0) {
-    // As much in flight as there is room for where a CTA has an SM to itself; else more CTAs.
-    const int64_t num_ctas = int64_t{ws.num_rows} * grid_y * ws.max_splits;
-    args.num_stages = num_ctas <= device_.num_sms ? 2 : 1;
-  }
-  const int shared = is_tiled ? attention_shared_bytes(dims.head_dim, groups, args.num_stages) : 0;
+  const int depth =
+      ring_depth(device_, dims, finishes, int64_t{ws.num_rows} * grid_y * ws.max_splits);
+  const AttentionKernel kernel = is_tiled
+                                     ? tiled_kernel(dims.head_dim, groups_of(dims), depth, finishes)
+                                     : attention_any_kernel;
+  const int threads = is_tiled ? kAttentionThreads : kAnyThreads;
+  const int shared = is_tiled ? attention_shared_bytes(dims.head_dim, groups_of(dims), depth) : 0;
   // Rows take turns where the partial results of all of them would not fit.
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
   const int rows_at_once =

@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kAnyThreads)
     for (int w = 0; w < kAnyWarps; ++w) new_m = fmaxf(new_m, reduced[w]);
     __syncthreads();
     const float base = new_m == negative_infinity() ? 0.0f : new_m;
-    const float shrink = exp_f32(__fsub_rn(m, base));
+    const float shrink = exp2_f32(__fsub_rn(m, base));
     m = new_m;
-    const float e = exp_f32(__fsub_rn(x, base));
+    const float e = exp2_f32(__fsub_rn(x, base));
     weights[thread] = e;
     sum = __fmaf_rn(sum, shrink, block_sum<kAnyThreads>(e, reduced));
     const int count = min(kAnyThreads, range.end - key0);
@@ -97,9 +97,7 @@ __global__ void __launch_bounds__(kAnyThreads)
   if (!is_last_arriver(args.counters + static_cast<int64_t>(local_row) * gridDim.y + blockIdx.y,
                        range.count))
     return;
-  for (int block = warp; block * kWarp < dim; block += kAnyWarps) {
-    finish_attention(args, row, head, block, merge_splits(args, local_row, head, block, range));
-  }
+  merge_splits<kAnyThreads>(args, local_row, head, 1, range, weights);
 }
 
 }  // namespace cuda

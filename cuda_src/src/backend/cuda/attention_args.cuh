@@ -9,6 +9,34 @@ namespace xllm {
 namespace cuda {
 
 constexpr int kKeyTile = 16;
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x for x <= 0 with the same bits on every GPU: a polynomial of degree 5 within 2e-7; 0 below
+// -125, NaN kept.
+__device__ __forceinline__ float exp2_f32(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: an integer in the low bits of the sum
+  const float n = __fadd_rn(x, kRound);
+  const float r = __fsub_rn(x, __fsub_rn(n, kRound));
+  float p = 1.32764713e-3f;
+  p = __fmaf_rn(p, r, 9.67554096e-3f);
+  p = __fmaf_rn(p, r, 5.55071309e-2f);
+  p = __fmaf_rn(p, r, 2.40221202e-1f);
+  p = __fmaf_rn(p, r, 6.93146944e-1f);
+  p = __fmaf_rn(p, r, 1.0f);
+  const float y = __int_as_float(__float_as_int(p) + (__float_as_int(n) << 23));
+  return x < -125.0f ? 0.0f : y;
+}
+
+// 1 / x, correctly rounded, of a normal number whose inverse is one.
+__device__ __forceinline__ float inverse_of(float x) {
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+#else
+  return 1.0f / x;
+#endif
+}
 
 struct AttentionArgs {
   const __half *q;  // [num_tokens, num_heads, head_dim]
@@ -18,12 +46,10 @@ struct AttentionArgs {
   const int32_t *tables;      // block ids
   int first_row;              // rows first_row + blockIdx.z
   int num_heads, group_size, head_dim;
-  float scale;
+  float scale;            // of scores, times log2(e): weights are powers of two
   int window;             // 0: all
-  int block_shift;        // log2 of the block size, or -1
-  int num_stages;         // of the ring of keys, at most kMaxKeyStages; speed only
-  float *partial_out;     // [rows of the launch, num_heads, gridDim.x, head_dim] sum of e^(s - m) v
-  float2 *partial_stats;  // [rows of the launch, num_heads, gridDim.x] m, sum of e^(s - m)
+  float *partial_out;     // [rows of the launch, num_heads, gridDim.x, head_dim] sum of 2^(s - m) v
+  float2 *partial_stats;  // [rows of the launch, num_heads, gridDim.x] m, sum of 2^(s - m)
   int *counters;          // [rows of the launch, gridDim.y], zero before and after
   QkvArgs rows;           // of attention that finishes q, k and v itself
   float *out;             // [num_tokens, num_heads * head_dim]
@@ -40,58 +66,65 @@ __device__ __forceinline__ SplitRange split_range(const AttentionArgs &args, int
                                                   int split) {
   SplitRange r;
   r.context = position + 1;
-  const int length = split_length(r.context);
+  const int shift = split_shift(r.context);
   r.start = args.window > 0 ? max(0, r.context - args.window) : 0;
-  r.first_split = r.start / length;
-  r.count = (r.context + length - 1) / length - r.first_split;
-  r.begin = max(split * length, r.start / kKeyTile * kKeyTile);
-  r.end = min(split * length + length, r.context);
+  r.first_split = r.start >> shift;
+  r.count = ((r.context + (1 << shift) - 1) >> shift) - r.first_split;
+  r.begin = max(split << shift, r.start / kKeyTile * kKeyTile);
+  r.end = min((split + 1) << shift, r.context);
   return r;
 }
 
-// Writes the finished output of (row, head, block of 32 channels): lane is the channel.
-__device__ __forceinline__ void finish_attention(const AttentionArgs &args, int row, int head,
-                                                 int block, float y) {
-  const int channel = block * kWarp + (static_cast<int>(threadIdx.x) & 31);
-  if (channel < args.head_dim)
-    args.out[(static_cast<int64_t>(row) * args.num_heads + head) * args.head_dim + channel] = y;
-}
-
-// Adds up the splits of (row of the launch, head) in ascending order; lane is the channel within
-// `block`.
-__device__ __forceinline__ float merge_splits(const AttentionArgs &args, int local_row, int head,
-                                              int block, const SplitRange &range) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  const int channel = block * kWarp + lane;
-  const int64_t entry =
-      (static_cast<int64_t>(local_row) * args.num_heads + head) * gridDim.x + range.first_split;
+// Adds up the splits of heads first_head.. of a row in ascending order and writes their outputs, by
+// the whole CTA. weights: [num_heads][kMaxSplits] in shared memory.
+template <int kThreads>
+__device__ __forceinline__ void merge_splits(const AttentionArgs &args, int local_row,
+                                             int first_head, int num_heads, const SplitRange &range,
+                                             float *weights) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+  const int64_t first = static_cast<int64_t>(local_row) * args.num_heads + first_head;
   // Lane l looks after splits l and l + 32.
-  float2 stats[2];
-  float weight[2], m = negative_infinity();
+  for (int head = thread >> 5; head < num_heads; head += kThreads / kWarp) {
+    const float2 *stats =
+        args.partial_stats + (first + head) * static_cast<int>(gridDim.x) + range.first_split;
+    float2 of[2];
+    float m = negative_infinity(), weight[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int s = lane + 32 * i;
-    stats[i] = s < range.count ? __ldcg(&args.partial_stats[entry + s])
-                               : make_float2(negative_infinity(), 0.0f);
-    m = fmaxf(m, stats[i].x);
+    for (int i = 0; i < 2; ++i) {
+      of[i] = lane + 32 * i < range.count ? __ldcg(stats + lane + 32 * i)
+                                          : make_float2(negative_infinity(), 0.0f);
+      m = fmaxf(m, of[i].x);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1)
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) weight[i] = exp2_f32(__fsub_rn(of[i].x, m));
+    const float total = warp_sum(__fmaf_rn(weight[1], of[1].y, __fmul_rn(weight[0], of[0].y)));
+    const float inverse = inverse_of(total);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      weights[head * kMaxSplits + lane + 32 * i] = __fmul_rn(weight[i], inverse);
   }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset >>= 1)
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) weight[i] = exp_f32(__fsub_rn(stats[i].x, m));
-  const float *from = args.partial_out + entry * args.head_dim + channel;
-  const bool has_channel = channel < args.head_dim;
-  float sum = 0, acc = 0;
-#pragma unroll 4
-  for (int s = 0; s < range.count; ++s) {
-    const float v = has_channel ? __ldcg(from + static_cast<int64_t>(s) * args.head_dim) : 0.0f;
-    const float w = __shfl_sync(0xffffffffu, s < 32 ? weight[0] : weight[1], s & 31);
-    const float part = __shfl_sync(0xffffffffu, s < 32 ? stats[0].y : stats[1].y, s & 31);
-    sum = __fmaf_rn(w, part, sum);
-    acc = __fmaf_rn(w, v, acc);
+  __syncthreads();
+  const int half = args.head_dim / 2;
+  float *out =
+      args.out + (static_cast<int64_t>(args.first_row) * args.num_heads + first) * args.head_dim;
+  for (int i = thread; i < num_heads * half; i += kThreads) {
+    const int head = i / half, channel = i % half * 2;
+    const float *from =
+        args.partial_out +
+        ((first + head) * static_cast<int>(gridDim.x) + range.first_split) * args.head_dim +
+        channel;
+    const float *weight = weights + head * kMaxSplits;
+    float2 acc = make_float2(0.0f, 0.0f);
+#pragma unroll 16
+    for (int s = 0; s < range.count; ++s) {
+      const float2 v = __ldcg(reinterpret_cast<const float2 *>(from + s * args.head_dim));
+      acc = make_float2(__fmaf_rn(weight[s], v.x, acc.x), __fmaf_rn(weight[s], v.y, acc.y));
+    }
+    *reinterpret_cast<float2 *>(out + head * args.head_dim + channel) = acc;
   }
-  return __fdiv_rn(acc, sum);
 }
 
 // True in every thread of the CTA that is the last of its (row, kv head) to get here; what the

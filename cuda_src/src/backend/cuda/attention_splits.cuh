@@ -6,18 +6,17 @@
 namespace xllm {
 namespace cuda {
 
-constexpr int kMinSplit = 256;  // what one CTA goes through in about two latencies of memory
 constexpr int kMaxSplits = 64;
 
-// 256 up to 16384 keys, then doubling.
-XLLM_HOST_DEVICE int split_length(int context) {
-  int length = kMinSplit;
-  while (static_cast<int64_t>(length) * kMaxSplits < context) length *= 2;
-  return length;
+// log2 of the length: 256 up to 16384 keys, then doubling.
+XLLM_HOST_DEVICE int split_shift(int context) {
+  int shift = 8;
+  while (static_cast<int64_t>(kMaxSplits) << shift < context) ++shift;
+  return shift;
 }
 XLLM_HOST_DEVICE int num_splits(int context) {
-  const int length = split_length(context);
-  return (context + length - 1) / length;
+  const int shift = split_shift(context);
+  return (context + (1 << shift) - 1) >> shift;
 }
 
 }  // namespace cuda

@@ -71,7 +71,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create a stream");
   prepare_matmul(&device_);
   prepare_rows();
-  prepare_attention();
+  prepare_attention(device_);
   prepare_qkv();
 }
 

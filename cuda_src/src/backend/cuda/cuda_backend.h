@@ -15,7 +15,7 @@
 namespace xllm::cuda {
 
 // Opts the attention kernels in to the shared memory they use; once per device.
-void prepare_attention();
+void prepare_attention(const Device &device);
 void prepare_qkv();
 
 class CudaBackend : public Backend {

@@ -10,6 +10,7 @@
 #include "backend/backend.h"
 #include "backend/cuda/cublas.h"
 #include "backend/cuda/cuda_weights.h"
+#include "backend/cuda/matmul.h"
 
 namespace xllm::cuda {
 
@@ -105,6 +106,7 @@ class CudaWorkspace : public Workspace {
 
   Buffer x;              // [rows, hidden] f32
   Buffer qkv;            // [rows, q + 2 kv] f32
+  Partials qkv_left;     // of the layer in progress: what stands for `qkv`, if its data is not null
   Buffer q;              // [rows, q] f16
   Buffer attention_out;  // [rows, q] f32
   Buffer ffn;        // [rows, intermediate] f32; twice that where gate and up stand side by side

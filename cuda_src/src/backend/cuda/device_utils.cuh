@@ -98,11 +98,15 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // 16 bytes that are read once (weights): not kept in L1.
 __device__ __forceinline__ uint4 load_once_16(const void *global) {
+#ifdef __CUDA_ARCH__
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(global));
   return v;
+#else
+  return *static_cast<const uint4 *>(global);
+#endif
 }
 
 // ---- tensor cores ----
@@ -238,6 +242,29 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
 #endif
 }
 
+// Two of them, lanes 0 to 15 bring the addresses.
+__device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], const void *row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(address)
+               : "memory");
+#else
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto mine = reinterpret_cast<unsigned long long>(row);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int source = 8 * i + 2 * (lane & 3);
+    const auto low =
+        reinterpret_cast<const unsigned short *>(__shfl_sync(0xffffffffu, mine, source));
+    const auto high =
+        reinterpret_cast<const unsigned short *>(__shfl_sync(0xffffffffu, mine, source + 1));
+    r[i] = low[lane >> 2] | static_cast<uint32_t>(high[lane >> 2]) << 16;
+  }
+#endif
+}
+
 // An 8 x 8 matrix of 16-bit elements across the warp, transposed: from row g, columns 2t and 2t + 1
 // in lane 4g + t to column g, rows 2t and 2t + 1.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t v) {
@@ -257,9 +284,15 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t v) {
 template <bool kUnsigned>
 __device__ __forceinline__ int dot4(uint32_t a, uint32_t b, int acc) {
   if constexpr (kUnsigned) {
+#ifdef __CUDA_ARCH__
     int d;
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(acc));
     return d;
+#else
+    for (int i = 0; i < 32; i += 8)
+      acc += static_cast<int>(a >> i & 255) * static_cast<int8_t>(b >> i);
+    return acc;
+#endif
   } else {
     return __dp4a(static_cast<int>(a), static_cast<int>(b), acc);
   }

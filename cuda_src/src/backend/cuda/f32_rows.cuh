@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(kF32Threads)
                         : head < rows.num_heads + rows.kv.num_kv_heads ? HeadKind::kKey
                                                                        : HeadKind::kValue;
   const auto factors = head_factors<kMaxHeadDim>(rows, dim, kind, rows.positions[row]);
-  float v[kMaxHeadDim / kWarp];
-  finish_head<kMaxHeadDim>(rows, dim, kind, factors, x, x, v);
+  float v[kMaxHeadDim / 128][4];
+  finish_head<kMaxHeadDim, false>(rows, dim, kind, factors, {x, nullptr, 1, 0}, v);
   float *to = nullptr;
   if (kind == HeadKind::kQuery) {
     to = args.q + (static_cast<int64_t>(row) * rows.num_heads + head) * dim;
@@ -99,8 +99,12 @@ __global__ void __launch_bounds__(kF32Threads)
     to = reinterpret_cast<float *>(page) + index % rows.kv.block_size * dim;
   }
 #pragma unroll
-  for (int k = 0; k < kMaxHeadDim / kWarp; ++k) {
-    if (lane + kWarp * k < dim) to[lane + kWarp * k] = v[k];
+  for (int k = 0; k < kMaxHeadDim / 128; ++k) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * lane + 128 * k + j;
+      if (i < dim) to[i] = v[k][j];
+    }
   }
 }
 

@@ -15,7 +15,12 @@ struct RopeView {
 };
 
 struct QkvArgs {
-  const float *qkv;  // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], bias added
+  // [num_slices][num_tokens][(num_heads + 2 * num_kv_heads) * head_dim]: what the product left, to
+  // be added up in order, then the bias, if any.
+  const float *qkv;
+  int num_slices;
+  int64_t slice_stride;
+  const float *bias;             // [(num_heads + 2 * num_kv_heads) * head_dim], or null
   const float *q_norm, *k_norm;  // [head_dim] or null
   float eps;
   int num_heads, head_dim;
@@ -28,121 +33,151 @@ struct QkvArgs {
 
 enum class HeadKind { kQuery, kKey, kValue };
 
-// What a head is multiplied with: known before the head is. Lane l holds channels l, l + 32, ...
-template <int kMaxDim>
-struct HeadFactors {
-  float norm[kMaxDim / 32];
-  float2 turn[kMaxDim / 32];  // cos, sin, of turned_pair
-};
-
 __device__ __forceinline__ const float *head_norm(const QkvArgs &args, HeadKind kind) {
   return kind == HeadKind::kQuery ? args.q_norm : kind == HeadKind::kKey ? args.k_norm : nullptr;
 }
 
-// Whether both channels of every pair are found without shared memory: side by side (lanes l, l ^
-// 1), or half a head apart in one lane.
+// What a head is multiplied with: known before the head is. Lane l holds channels 4l.. + 128k. RoPE
+// makes of a channel and the other one of its pair
+//   channel * cos + other * sin,
+// sin with the sign that belongs to this channel; cos 1 and sin 0 where nothing turns.
 template <int kMaxDim>
-__device__ __forceinline__ bool pairs_meet_in_registers(const QkvArgs &args, int dim) {
-  return args.rope.is_neighbor || (args.rope.rotary_dim == kMaxDim && dim == kMaxDim);
+struct HeadFactors {
+  static constexpr int kQuads = (kMaxDim + 127) / 128;
+  float norm[kQuads][4], other_norm[kQuads][4], cos[kQuads][4], sin[kQuads][4];
+};
+
+// The other channel of i's pair, i itself where there is none; is_second: i is the pair's second.
+__device__ __forceinline__ int other_channel(const RopeView &rope, int i, bool *is_second) {
+  const int pairs = rope.rotary_dim / 2;
+  *is_second = rope.is_neighbor ? (i & 1) != 0 : i >= pairs;
+  if (i >= 2 * pairs) return i;
+  return rope.is_neighbor ? i ^ 1 : *is_second ? i - pairs : i + pairs;
 }
 
-// The pair of turn[k] in lane l: that of channel l + 32k where pairs are neighbours, else l + 32k.
-__device__ __forceinline__ int turned_pair(const QkvArgs &args, int k) {
-  const int i = (static_cast<int>(threadIdx.x) & 31) + 32 * k;
-  return args.rope.is_neighbor ? i >> 1 : i;
+// Whether the other channels of a lane's four are neighbours as well: what kIsVector of finish_head
+// asks for.
+XLLM_HOST_DEVICE bool rope_is_vector(int head_dim, int rotary_dim, bool is_neighbor) {
+  return head_dim % 4 == 0 && (is_neighbor || rotary_dim % 8 == 0);
 }
 
 template <int kMaxDim>
 __device__ __forceinline__ HeadFactors<kMaxDim> head_factors(const QkvArgs &args, int dim,
                                                              HeadKind kind, int position) {
-  HeadFactors<kMaxDim> factors = {};
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+  HeadFactors<kMaxDim> factors;
   const float *norm = head_norm(args, kind);
-  if (norm != nullptr) {
+  const int pairs = kind == HeadKind::kValue ? 0 : args.rope.rotary_dim / 2;
+  const int64_t coarse = static_cast<int64_t>(position >> 9) * (args.rope.rotary_dim / 2);
+  const int64_t fine = static_cast<int64_t>(position & 511) * (args.rope.rotary_dim / 2);
 #pragma unroll
-    for (int k = 0; k < kMaxDim / 32; ++k) {
-      if (lane + 32 * k < dim) factors.norm[k] = norm[lane + 32 * k];
-    }
-  }
-  if (kind != HeadKind::kValue) {
-    const int pairs = args.rope.rotary_dim / 2;
-    const float2 *coarse = args.rope.coarse + static_cast<int64_t>(position >> 9) * pairs;
-    const float2 *fine = args.rope.fine + static_cast<int64_t>(position & 511) * pairs;
+  for (int k = 0; k < HeadFactors<kMaxDim>::kQuads; ++k) {
 #pragma unroll
-    for (int k = 0; k < kMaxDim / 32; ++k) {
-      const int i = turned_pair(args, k);
-      if (i >= pairs) continue;
-      const float2 a = coarse[i], b = fine[i];
-      factors.turn[k] = make_float2(__fmaf_rn(a.x, b.x, -__fmul_rn(a.y, b.y)),
-                                    __fmaf_rn(a.y, b.x, __fmul_rn(a.x, b.y)));
+    for (int j = 0; j < 4; ++j) {
+      const int i = 4 * (static_cast<int>(threadIdx.x) & 31) + 128 * k + j;
+      bool is_second;
+      const int other = other_channel(args.rope, i, &is_second);
+      factors.norm[k][j] = norm != nullptr && i < dim ? norm[i] : 1.0f;
+      factors.other_norm[k][j] = norm != nullptr && other < dim ? norm[other] : 1.0f;
+      factors.cos[k][j] = 1;
+      factors.sin[k][j] = 0;
+      if (i >= 2 * pairs) continue;
+      const int pair = args.rope.is_neighbor ? i >> 1 : min(i, other);
+      const float2 a = args.rope.coarse[coarse + pair], b = args.rope.fine[fine + pair];
+      factors.cos[k][j] = __fmaf_rn(a.x, b.x, -__fmul_rn(a.y, b.y));
+      const float sin = __fmaf_rn(a.y, b.x, __fmul_rn(a.x, b.y));
+      factors.sin[k][j] = is_second ? sin : -sin;
     }
   }
   return factors;
 }
 
-// The first and the second channel of a pair, turned.
-__device__ __forceinline__ float turned_first(float u, float w, const float2 &turn) {
-  return __fmaf_rn(u, turn.x, -__fmul_rn(w, turn.y));
-}
-__device__ __forceinline__ float turned_second(float u, float w, const float2 &turn) {
-  return __fmaf_rn(u, turn.y, __fmul_rn(w, turn.x));
+// Where a head's product lies.
+struct HeadSource {
+  const float *from, *bias;  // bias: or null
+  int num_slices;
+  int64_t slice_stride;
+};
+
+// Heads 0.. are queries, then come the keys, then the values.
+__device__ __forceinline__ HeadSource head_source(const QkvArgs &args, int row, int head, int dim) {
+  const int num_all = args.num_heads + 2 * args.kv.num_kv_heads;
+  return {args.qkv + (static_cast<int64_t>(row) * num_all + head) * dim,
+          args.bias == nullptr ? nullptr : args.bias + head * dim, args.num_slices,
+          args.slice_stride};
 }
 
-// v = rope(norm(from)), v[k] being channel lane + 32k. `scratch`: dim floats of this warp's own in
-// shared memory.
-template <int kMaxDim>
-__device__ __forceinline__ void finish_head(const QkvArgs &args, int dim, HeadKind kind,
-                                            const HeadFactors<kMaxDim> &factors, const float *from,
-                                            float *scratch, float (&v)[kMaxDim / 32]) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  float sum = 0;
+// Channels 4 * lane + 128k + j and the others of their pairs, from `from`; zeros past dim.
+template <int kMaxDim, bool kIsVector>
+__device__ __forceinline__ void load_head(const RopeView &rope, int dim, const float *from,
+                                          float (&own)[(kMaxDim + 127) / 128][4],
+                                          float (&other)[(kMaxDim + 127) / 128][4]) {
+  bool is_second;
 #pragma unroll
-  for (int k = 0; k < kMaxDim / 32; ++k) v[k] = lane + 32 * k < dim ? from[lane + 32 * k] : 0.0f;
+  for (int k = 0; k < (kMaxDim + 127) / 128; ++k) {
+    const int first = 4 * (static_cast<int>(threadIdx.x) & 31) + 128 * k;
+    if (kIsVector) {
+      float4 a = make_float4(0, 0, 0, 0), b = a;
+      if (first < dim) {
+        a = *reinterpret_cast<const float4 *>(from + first);
+        b = rope.is_neighbor
+                ? make_float4(a.y, a.x, a.w, a.z)
+                : *reinterpret_cast<const float4 *>(from + other_channel(rope, first, &is_second));
+      }
+      own[k][0] = a.x, own[k][1] = a.y, own[k][2] = a.z, own[k][3] = a.w;
+      other[k][0] = b.x, other[k][1] = b.y, other[k][2] = b.z, other[k][3] = b.w;
+    } else {
 #pragma unroll
-  for (int k = 0; k < kMaxDim / 32; ++k) sum = __fmaf_rn(v[k], v[k], sum);
-  if (head_norm(args, kind) != nullptr) {
-    const float mean = __fdiv_rn(warp_sum(sum), static_cast<float>(dim));
-    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, args.eps)));
-#pragma unroll
-    for (int k = 0; k < kMaxDim / 32; ++k) {
-      v[k] = __fmul_rn(__fmul_rn(v[k], inverse), factors.norm[k]);
+      for (int j = 0; j < 4; ++j) {
+        const int at = other_channel(rope, first + j, &is_second);
+        own[k][j] = first + j < dim ? from[first + j] : 0.0f;
+        other[k][j] = at < dim ? from[at] : 0.0f;
+      }
     }
   }
-  if (kind == HeadKind::kValue) return;
-  const int pairs = args.rope.rotary_dim / 2;
-  if (args.rope.is_neighbor) {
+}
+
+// v = rope(norm(head)), v[k][j] being channel 4 * lane + 128k + j.
+template <int kMaxDim, bool kIsVector>
+__device__ __forceinline__ void finish_head(const QkvArgs &args, int dim, HeadKind kind,
+                                            const HeadFactors<kMaxDim> &factors,
+                                            const HeadSource &source,
+                                            float (&v)[(kMaxDim + 127) / 128][4]) {
+  constexpr int kQuads = HeadFactors<kMaxDim>::kQuads;
+  float other[kQuads][4];
+  load_head<kMaxDim, kIsVector>(args.rope, dim, source.from, v, other);
+  const auto add = [&](const float *from) {
+    float more[kQuads][4], more_other[kQuads][4];
+    load_head<kMaxDim, kIsVector>(args.rope, dim, from, more, more_other);
 #pragma unroll
-    for (int k = 0; k < kMaxDim / 32; ++k) {
-      const float other = __shfl_xor_sync(0xffffffffu, v[k], 1);
-      if (turned_pair(args, k) >= pairs) continue;
-      v[k] = (lane & 1) == 0 ? turned_first(v[k], other, factors.turn[k])
-                             : turned_second(other, v[k], factors.turn[k]);
+    for (int k = 0; k < kQuads; ++k) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        v[k][j] = __fadd_rn(v[k][j], more[k][j]);
+        other[k][j] = __fadd_rn(other[k][j], more_other[k][j]);
+      }
     }
-  } else if (pairs_meet_in_registers<kMaxDim>(args, dim)) {
+  };
+#pragma unroll 2
+  for (int i = 1; i < source.num_slices; ++i) add(source.from + i * source.slice_stride);
+  if (source.bias != nullptr) add(source.bias);
+  float inverse = 1;
+  if (head_norm(args, kind) != nullptr) {
+    float sum = 0;
 #pragma unroll
-    for (int k = 0; k < kMaxDim / 64; ++k) {
-      const float u = v[k], w = v[k + kMaxDim / 64];
-      v[k] = turned_first(u, w, factors.turn[k]);
-      v[k + kMaxDim / 64] = turned_second(u, w, factors.turn[k]);
+    for (int k = 0; k < kQuads; ++k) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum = __fmaf_rn(v[k][j], v[k][j], sum);
     }
-  } else {
+    const float mean = __fmul_rn(warp_sum(sum), 1.0f / static_cast<float>(dim));
+    inverse = __frsqrt_rn(__fadd_rn(mean, args.eps));
+  }
 #pragma unroll
-    for (int k = 0; k < kMaxDim / 32; ++k) {
-      if (lane + 32 * k < dim) scratch[lane + 32 * k] = v[k];
-    }
-    __syncwarp();
+  for (int k = 0; k < kQuads; ++k) {
 #pragma unroll
-    for (int k = 0; k < kMaxDim / 64; ++k) {
-      const int i = lane + 32 * k;
-      if (i >= pairs) continue;
-      const float u = scratch[i], w = scratch[i + pairs];
-      scratch[i] = turned_first(u, w, factors.turn[k]);
-      scratch[i + pairs] = turned_second(u, w, factors.turn[k]);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int k = 0; k < kMaxDim / 32; ++k) {
-      if (lane + 32 * k < dim) v[k] = scratch[lane + 32 * k];
+    for (int j = 0; j < 4; ++j) {
+      const float own = __fmul_rn(__fmul_rn(v[k][j], inverse), factors.norm[k][j]);
+      const float across = __fmul_rn(__fmul_rn(other[k][j], inverse), factors.other_norm[k][j]);
+      v[k][j] = __fmaf_rn(own, factors.cos[k][j], __fmul_rn(across, factors.sin[k][j]));
     }
   }
 }
@@ -152,8 +187,8 @@ __device__ __forceinline__ void finish_head(const QkvArgs &args, int dim, HeadKi
 __device__ __forceinline__ __half *cache_row(const QkvArgs &args, int row, int head, int dim) {
   const int64_t index = args.kv_indices[row];
   if (index < 0) return nullptr;
-  uint8_t *page = args.kv.page(index / args.kv.block_size, head);
-  return reinterpret_cast<__half *>(page) + index % args.kv.block_size * dim;
+  return reinterpret_cast<__half *>(args.kv.page(args.kv.block_of(index), head)) +
+         args.kv.row_of(index) * dim;
 }
 
 }  // namespace cuda

@@ -12,10 +12,19 @@ struct KvPages {
   int64_t block_bytes;  // from block to block
   int64_t page_bytes;
   int block_size;
+  int block_shift;  // log2 of it, or -1
   int num_kv_heads;
 
   __device__ __forceinline__ uint8_t *page(int64_t block, int index) const {
     return base + block * block_bytes + index * page_bytes;
+  }
+  // Of a position: its block, and its row there.
+  __device__ __forceinline__ int64_t block_of(int64_t at) const {
+    return block_shift >= 0 ? at >> block_shift : at / block_size;
+  }
+  __device__ __forceinline__ int row_of(int64_t at) const {
+    return block_shift >= 0 ? static_cast<int>(at) & (block_size - 1)
+                            : static_cast<int>(at % block_size);
   }
 };
 

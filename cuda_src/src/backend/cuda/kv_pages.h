@@ -12,6 +12,10 @@ inline KvPages kv_pages(const KvView &kv, int layer) {
   pages.block_bytes = static_cast<int64_t>(kv.layout.block_bytes());
   pages.page_bytes = static_cast<int64_t>(kv.layout.page_bytes());
   pages.block_size = kv.layout.block_size;
+  pages.block_shift = -1;
+  for (int shift = 0; shift < 30; ++shift) {
+    if (pages.block_size == 1 << shift) pages.block_shift = shift;
+  }
   pages.num_kv_heads = kv.layout.num_kv_heads;
   return pages;
 }

@@ -20,8 +20,9 @@ struct Device {
   // Among how many CTAs the matrix kernels of few tokens share out an SM's shared memory. Speed
   // only, never numbers.
   int few_ctas = 1;
-  // Tiles of keys on their way per warp of attention, 1 or 2; 0: by the grid. Speed only.
-  int attention_stages = 0;
+  // Slots of a warp of attention for keys and values on their way, 1, 2 or 4; 0: by the grid. Speed
+  // only.
+  int attention_depth = 0;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_wgmma = false;  // of int8, in the build that runs

@@ -12,7 +12,12 @@ QkvArgs CudaBackend::qkv_args(const CudaWorkspace &ws, const CudaWeights &weight
   const ModelDims &dims = weights.dims;
   const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];
   QkvArgs args = {};
-  args.qkv = ws.qkv.data<float>();
+  const Partials &left = ws.qkv_left;
+  const bool is_left = left.data != nullptr;
+  args.qkv = is_left ? left.data : ws.qkv.data<float>();
+  args.num_slices = is_left ? left.num_slices : 1;
+  args.slice_stride = int64_t{ws.num_rows} * left.num_rows;
+  args.bias = is_left ? of.qkv_bias : nullptr;
   args.q_norm = of.q_norm;
   args.k_norm = of.k_norm;
   args.eps = dims.rms_eps;
@@ -43,7 +48,7 @@ void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int lay
   product.out = ws.qkv.data<float>();
   product.out_stride = of.qkv.rows();
   product.bias = of.qkv_bias;
-  matmul(launch(), product);
+  matmul(launch(), product, &ws.qkv_left);
 
   if (finishes_rows(ws, kv)) return;
   const QkvArgs args = qkv_args(ws, weights, layer, kv);
