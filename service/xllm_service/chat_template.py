@@ -10,8 +10,8 @@ Text that came in a message must never become a control token, whichever role or
 text spells one (or ends with the beginning of one, which the next piece could complete), the first character of the
 spelling is marked with a noncharacter before rendering. Afterwards the marked characters become untrusted pieces, which
 the tokenizer never joins into a control token. All other text renders exactly as it would have. A second rendering, in
-which every character that could begin a control token is marked, finds out whether the template itself puts one
-together from a message's text; that is refused.
+which every character that could begin a control token is marked on both sides, finds out whether the template itself
+puts one together from a message's text, forwards or backwards; that is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _LINE_END = re.compile(r"\r\n?")
 _RAW_LINE = re.compile(r"(\{%[-+]?\s*raw\s*%\}\n)")
 
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+# Where the first character of a text may come out as its last one.
+_REVERSAL = re.compile(r"\breverse|::")
 _STRING = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
@@ -100,6 +102,7 @@ class ChatTemplate:
             for string in _strings_of(source)
             if len(string) > 1 and any(first in string for first in self._firsts)
         ]
+        self._reverses = _REVERSAL.search(source) is not None
         self._prefixes = {token[:n] for token in self._control_tokens for n in range(1, len(token))}
         self._longest_prefix = max((len(prefix) for prefix in self._prefixes), default=0)
         self._variables = dict(variables or {})
@@ -166,16 +169,16 @@ class ChatTemplate:
         mark = self._choose_mark(inputs)
         context = self._context(inputs, lambda text: self._mark_spellings(text, mark))
         strict = self._context(inputs, lambda text: self._mark_beginnings(text, mark))
-        # Twice: with a mark behind every character.
-        size = 2 * _size(inputs)
+        # Three times: with a mark on both sides of every character.
+        size = 3 * _size(inputs)
 
         def render(context: dict[str, Any]) -> str:
             context = {**context, "add_generation_prompt": add_generation_prompt}
             return self._sandbox.render(context, MAX_GROWTH + size, size)
 
         text = render(context)
-        # A template that strips, cuts, replaces or lower-cases may put a spelling together from text that held none. It
-        # cannot where every character that might begin one is marked; all else being equal it writes as many.
+        # A template that strips, cuts, replaces, reverses or lower-cases may put a spelling together from text that held
+        # none. It cannot where every character that might begin one is marked; all else being equal it writes as many.
         if strict != context and self._count_spellings(render(strict)) != self._count_spellings(text):
             raise TemplateRenderError("the model's chat template makes a control token of text in a message")
         return _split_marked(text, mark)
@@ -218,16 +221,17 @@ class ChatTemplate:
     def _mark_beginnings(self, text: str, mark: str) -> str:
         """Mark all that _mark_spellings does, and every character that could begin a control token.
 
-        Strings that the template looks for stay as they are, so that it takes the same way.
+        Strings that the template looks for stay as they are, and so does what it begins with, so that the template
+        takes the same way.
         """
         text = self._mark_firsts(self._mark_spellings(text, mark), mark)
         for string in self._looked_for:
             text = text.replace(self._mark_firsts(string, mark), string)
-        return text
+        return text if self._reverses else text.removeprefix(mark)
 
     def _mark_firsts(self, text: str, mark: str) -> str:
         for first in self._firsts:
-            text = text.replace(first, first + mark)
+            text = text.replace(first, mark + first + mark)
         return text
 
     def _count_spellings(self, marked: str) -> int:

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -89,19 +91,22 @@ TEST(ForkedSlots, MayEndInAnyOrder) {
 TEST(ForkedSlots, AreEndedOnlyAfterTheLoopHasForkedThem) {
   for (const bool releases_original : {false, true}) {
     EngineConfig config = small_config();
-    config.decode_mode = DecodeMode::kAuto;
-    auto control = std::make_shared<Control>();
-    auto engine = make_engine(config, control);
-    const SlotRef first = acquire(engine.get(), DecodeMode::kBatched);
+    std::function<void()> between;
+    std::atomic<bool> is_due{false};
+    config.on_taken = [&] {
+      if (is_due.exchange(false)) between();
+    };
+    auto engine = make_engine(config);
+    const SlotRef first = acquire(engine.get());
     prefill(engine.get(), first, prompt_of(40));
     SlotRef second;
-    control->on_load = [&] {
+    between = [&] {
       second = fork(engine.get(), first);
       engine->release(releases_original ? first : second);
     };
-    RequestOptions other_set = request(prompt_of(5), 2);
-    other_set.decode_mode = DecodeMode::kPerSlot;
-    run(engine.get(), other_set);
+    is_due = true;
+    run(engine.get(), request(prompt_of(5), 2));  // a step of which is the one in between
+    EXPECT_FALSE(is_due);
     const SlotRef ended = releases_original ? first : second;
     const SlotRef kept = releases_original ? second : first;
     wait_until([&] { return look(*engine, ended).state == SlotState::kFree; });

@@ -100,6 +100,10 @@ def test_control_tokens_in_tools_and_arguments_are_not_trusted() -> None:
         ("m.name | trim ~ m.content | trim", "  end|>", "  end"),
         ("m.content.split('|x|') | join", "<|im_|x|end|>", "<|x|>"),
         ("m.content | replace('</think>', '')", "<|im_</think>end|>", "<b>x</think>y</b>"),
+        ("m.content | reverse", ">|dne_mi|<", ">b< "),
+        ("m.content[::-1]", ">|dne_mi|< and more", ">|dne_mi|"),
+        ("m.content[::-1] ~ '|im_end|>'", "<b>", ">b<- "),
+        ("m.content | list | reverse | join", ">s/<", ">s<- "),
     ],
 )
 def test_a_template_that_makes_a_control_token_of_text_is_refused(expression: str, content: str, harmless: str) -> None:

@@ -48,6 +48,7 @@ void Engine::step() {
   wait_for_masks();
   has_progress_ = false;
   take_inbox();
+  if (config_.on_taken) config_.on_taken();
   const double taken_s = now_s();
   end_late_requests(taken_s);
   end_slots(taken_s);
