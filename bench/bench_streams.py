@@ -3,10 +3,10 @@
     python -m bench.bench_streams MODEL [--streams 1,8,64] [--runs 3] [--json FILE] [-- flags of xllm serve]
 
 For each number of streams: the engine alone, its events taken in this process and thrown away; then a server in a
-process of its own and that many Generate calls from client processes of their own, A B A B. Both decode the same
-prompts without an end. A rate is what came while all streams were decoding: tokens after the last stream's first one
-and before the first stream's last one, over that time. For the server also the gaps between the deltas of a stream, and
-how many tokens a delta brought.
+process of its own and that many Generate calls from client processes of their own, A B A B. Both are loaded before, and
+one of them idles. Both decode the same prompts without an end. A rate is what came while all streams were decoding:
+tokens after the last stream's first one and before the first stream's last one, over that time. For the server also the
+gaps between the deltas of a stream, how many tokens a delta brought, and how many cores' worth of time its threads had.
 
 The clients' processor time is no part of what a server costs, but where every core is busy it is taken from the engine.
 `client_share` says how much of the machine they took in that time, and `ratio_without_clients` is the ratio with that
@@ -29,11 +29,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import grpc.aio
 
 from bench.machine import describe
+from bench.thread_times import ThreadWatch
 from cyengine import Engine, EngineConfig, FinishedEvent, Request, TokenEvent
 from cyengine.types import Backend
 from xllm_client import NO_RETRY, AsyncClient
@@ -130,12 +131,28 @@ def _client(endpoint: str, ids: Sequence[int], max_tokens: int) -> tuple[list[Ar
     return streams, time.process_time() - before
 
 
-def served(endpoint: str, num_streams: int, max_tokens: int, num_clients: int) -> tuple[list[Arrivals], float]:
-    """Decode through the socket; return the streams and the processor seconds of the clients."""
-    shares = [range(i, num_streams, num_clients) for i in range(min(num_clients, num_streams))]
-    with multiprocessing.get_context("spawn").Pool(len(shares)) as pool:
-        found = pool.starmap(_client, [(endpoint, list(share), max_tokens) for share in shares])
-    return [stream for streams, _ in found for stream in streams], sum(seconds for _, seconds in found)
+class Clients:
+    """Processes that read streams, for as long as the `with` statement runs."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
+        self._pool = multiprocessing.get_context("spawn").Pool(num_processes)
+
+    def __enter__(self) -> Self:
+        self._pool.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.terminate()
+        self._pool.join()
+
+    def read(self, endpoint: str, num_streams: int, max_tokens: int) -> tuple[list[Arrivals], float]:
+        """Decode through the socket; return the streams and the processor seconds that reading them took."""
+        shares = [
+            list(range(i, num_streams, self._num_processes)) for i in range(min(self._num_processes, num_streams))
+        ]
+        found = self._pool.starmap(_client, [(endpoint, share, max_tokens) for share in shares], chunksize=1)
+        return [stream for streams, _ in found for stream in streams], sum(seconds for _, seconds in found)
 
 
 class Server:
@@ -150,6 +167,8 @@ class Server:
             flags += ["--max-seq-len", str(options.max_seq_len)]
         if options.threads:
             flags += ["--threads", str(options.threads)]
+        if options.kv_memory:
+            flags += ["--kv-memory", str(options.kv_memory)]
         flags += ["--backend", options.backend, *options.serve]
         command = [sys.executable, "-m", "xllm_service", "serve", str(model), *flags]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("XLLM_")}
@@ -163,6 +182,11 @@ class Server:
     async def _wait(self) -> None:
         async with AsyncClient(self.endpoint, retry=NO_RETRY) as client:
             await client.wait_ready(300)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
 
     def close(self) -> None:
         """Stop it."""
@@ -185,6 +209,7 @@ class Samples:
     client_shares: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    cores: dict[str, float] = field(default_factory=dict)
 
     def add_served(self, streams: Sequence[Arrivals], client_s: float) -> None:
         """Take what clients saw."""
@@ -208,11 +233,13 @@ class Samples:
             "ratio": round(through / alone, 4),
             "client_share": round(client_share, 4),
             "ratio_without_clients": round(through / alone / (1 - client_share), 4),
+            "ratios": [round(b / a, 4) for a, b in zip(self.alone, self.through, strict=False)],
             "step_ms": round(1e3 * num_streams / alone, 3),
             "gap_ms_median": round(statistics.median(self.gaps_ms), 3),
             "gap_ms_p99": round(_quantile(self.gaps_ms, 0.99), 3),
             "tokens_per_delta_median": statistics.median(self.counts),
             "tokens_per_delta_max": max(self.counts),
+            "server_cores": {name: round(cores, 3) for name, cores in self.cores.items() if cores >= 0.0005},
         }
 
 
@@ -223,19 +250,23 @@ def measure(model: Path, sizes: Sequence[int], options: argparse.Namespace) -> l
         max_slots=max(sizes),
         max_seq_len=options.max_seq_len,
         num_threads=options.threads,
+        kv_memory=options.kv_memory,
     )
     samples = {size: Samples() for size in sizes}
-    for _ in range(options.runs):
-        with Engine(model, config) as engine:
-            for size in sizes:
-                in_process(engine, size, 24)  # what is made on first use
-                streams = in_process(engine, size, options.tokens)
-                samples[size].alone.append(Window.of(streams).rate(streams))
+    with Clients(min(options.clients, max(sizes))) as clients, Engine(model, config) as engine:
         server = Server(model, max(sizes), options)
         try:
-            for size in sizes:
-                served(server.endpoint, size, 24, options.clients)
-                samples[size].add_served(*served(server.endpoint, size, options.tokens, options.clients))
+            for size in sizes:  # what is made on first use
+                in_process(engine, size, 24)
+                clients.read(server.endpoint, size, 24)
+            for _, size in itertools.product(range(options.runs), sizes):
+                streams = in_process(engine, size, options.tokens)
+                samples[size].alone.append(Window.of(streams).rate(streams))
+                with ThreadWatch(server.pid) as watch:
+                    read, client_s = clients.read(server.endpoint, size, options.tokens)
+                samples[size].add_served(read, client_s)
+                window = Window.of(read)
+                samples[size].cores = watch.cores(window.begin, window.end)
         finally:
             server.close()
     return [samples[size].row(size) for size in sizes]
@@ -252,6 +283,7 @@ def main() -> int:
     parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--max-seq-len", type=int, default=0)
+    parser.add_argument("--kv-memory", type=int, default=0, help="bytes of each of the two KV pools")
     parser.add_argument("--json", type=Path)
     parser.add_argument("serve", nargs="*", help="further flags of xllm serve, after --")
     options = parser.parse_args()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -16,9 +18,21 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _leave)
         # gRPC writes lines of its own past our log; who wants them says so.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        if _listens_on_unix_sockets_alone(sys.argv[1:]):
+            # Its usual way of waiting wakes a thread whenever a client has read from such a socket: for each token.
+            os.environ.setdefault("GRPC_POLL_STRATEGY", "poll")
     from xllm_service.cli.main import main as run
 
     run()
+
+
+def _listens_on_unix_sockets_alone(words: Sequence[str]) -> bool:
+    """Whether the command line says so; what a file or the environment says is not looked at, so then it is no."""
+    if "XLLM_LISTEN" in os.environ or any(word.partition("=")[0] == "--config" for word in words):
+        return False
+    values = [after for word, after in itertools.pairwise((*words, "")) if word == "--listen"]
+    values += [word.partition("=")[2] for word in words if word.startswith("--listen=")]
+    return all(value.startswith("unix:") for value in values)
 
 
 def _leave(_number: int, _frame: Any) -> None:

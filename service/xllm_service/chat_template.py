@@ -177,8 +177,8 @@ class ChatTemplate:
             return self._sandbox.render(context, MAX_GROWTH + size, size)
 
         text = render(context)
-        # A template that strips, cuts, replaces, reverses or lower-cases may put a spelling together from text that held
-        # none. It cannot where every character that might begin one is marked; all else being equal it writes as many.
+        # A template that strips, cuts, replaces, reverses or lower-cases may put a spelling together from text that
+        # held none. It cannot where every character that might begin one is marked; else it writes as many.
         if strict != context and self._count_spellings(render(strict)) != self._count_spellings(text):
             raise TemplateRenderError("the model's chat template makes a control token of text in a message")
         return _split_marked(text, mark)

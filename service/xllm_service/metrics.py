@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from xllm_client.endpoint import Endpoint
+from xllm_service.histogram import Histogram
 
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -58,8 +59,8 @@ class Metrics:
         self.batch_size = Histogram(
             "xllm_batch_size_requests",
             "Requests that got tokens, one sample for each wake-up of the event loop: each step, while it keeps up.",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            registry=self.registry,
+            (1, 2, 4, 8, 16, 32, 64, 128, 256),
+            self.registry,
         )
         self.failures = Counter(
             "xllm_failures",
@@ -70,12 +71,12 @@ class Metrics:
         self.coalesced = Histogram(
             "xllm_delta_tokens",
             "Tokens that one message of a stream carries.",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 256),
-            registry=self.registry,
+            (1, 2, 4, 8, 16, 32, 64, 256),
+            self.registry,
         )
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_LATENCIES, registry=self.registry)
+        return Histogram(name, text, _LATENCIES, self.registry)
 
     def watch_engines(self, snapshots: Callable[[], Mapping[str, Any]]) -> None:
         """Report the statistics of every engine there is when somebody asks, under its model's name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,29 @@ def test_every_verb_has_help(verb: str) -> None:
     result = run(verb, "--help")
     assert result.exit_code == 0, result.output
     assert "Usage: xllm " + verb in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        ("serve m.gguf", "poll"),
+        ("serve m.gguf --listen unix:/a --listen=unix:/b", "poll"),
+        ("serve m.gguf --listen unix:/a --listen 127.0.0.1:0", None),
+        ("serve m.gguf --listen=127.0.0.1:0", None),
+        ("serve m.gguf --config x.toml", None),
+        ("generate m.gguf hello", None),
+    ],
+)
+def test_grpc_polls_where_only_unix_sockets_are_listened_on(words: str, strategy: str | None) -> None:
+    code = (
+        "import os, sys\nfrom types import SimpleNamespace\n"
+        "sys.modules['xllm_service.cli.main'] = SimpleNamespace(main=lambda: None)\n"
+        "from xllm_service.__main__ import main\nmain()\nprint(os.environ.get('GRPC_POLL_STRATEGY'))"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("XLLM_", "GRPC_"))}
+    command = [sys.executable, "-c", code, *words.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str(strategy)
 
 
 def test_help_loads_neither_grpc_nor_the_engine() -> None:
@@ -161,7 +185,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """The configurations that `serve` would have run with."""
     configurations: list[Any] = []
 
-    async def serve(config: Any) -> None:
+    async def serve(config: Any, **_: Any) -> None:
         configurations.append(config)
 
     monkeypatch.setattr("xllm_service.app.serve", serve)
@@ -208,7 +232,7 @@ def test_serve_and_the_clients_agree_on_the_default_address(seen: list[Any]) -> 
 def test_a_server_that_cannot_start_is_exit_code_1(seen: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from xllm_service import app as service_app
 
-    async def serve(config: Any) -> None:
+    async def serve(config: Any, **_: Any) -> None:
         raise service_app.StartError("somebody listens there; choose another --listen")
 
     monkeypatch.setattr("xllm_service.app.serve", serve)

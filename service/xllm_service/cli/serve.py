@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,9 @@ from xllm_service.cli import options, settings
 
 if TYPE_CHECKING:
     from xllm_service.config import ServeConfig
+
+
+_GARBAGE_OBJECTS = 10_000  # that may lie about before cycles among them are looked for: about a megabyte
 
 
 def register(app: typer.Typer) -> None:
@@ -54,9 +58,19 @@ def serve(
     logs.configure(in_effect.log_level, in_effect.log_format)
     print_settings(in_effect)
     try:
-        asyncio.run(app.serve(in_effect))
+        asyncio.run(app.serve(in_effect, on_ready=lambda _: _keep_what_is_there()))
     except app.StartError as error:
         raise Failure(str(error)) from error
+
+
+def _keep_what_is_there() -> None:
+    """Leave what has been made by now to the end of the process.
+
+    Looking through all of it for cycles takes milliseconds, in which no token goes out.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_OBJECTS, 20, 20)
 
 
 def print_settings(config: ServeConfig) -> None:

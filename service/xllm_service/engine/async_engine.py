@@ -38,7 +38,7 @@ class AsyncEngine(EngineStreams):
             return own
         raise mode_mismatch(own, wanted, call)
 
-    async def generate(
+    def generate(
         self,
         prompt: Sequence[int],
         choices: DecodeChoices,
@@ -71,9 +71,7 @@ class AsyncEngine(EngineStreams):
                 return self._core.submit_outputs(request, num_outputs)
             return [self._core.submit(request)]
 
-        async with aclosing(self.follow(submit, on_stall, _one_each(choices, num_outputs))) as batches:
-            async for progress in _each(batches, bounds):
-                yield progress
+        return _each(self.follow(submit, on_stall, _one_each(choices, num_outputs)), bounds)
 
     def count_cached(self, prompt: Sequence[int], mode: int, cache: CacheUse) -> int:
         """How many leading tokens of a prompt the prefix cache would give it now; computes nothing."""
@@ -111,7 +109,7 @@ class AsyncEngine(EngineStreams):
         with self.refusals():
             return self._core.fork(slot, lease_s)
 
-    async def prefill(
+    def prefill(
         self,
         slot: Slot,
         prompt: Sequence[int],
@@ -134,11 +132,9 @@ class AsyncEngine(EngineStreams):
                 )
             ]
 
-        async with aclosing(self.follow(submit, on_stall)) as batches:
-            async for progress in _each(batches, bounds):
-                yield progress
+        return _each(self.follow(submit, on_stall), bounds)
 
-    async def decode_slot(
+    def decode_slot(
         self,
         slot: Slot,
         choices: DecodeChoices,
@@ -152,9 +148,7 @@ class AsyncEngine(EngineStreams):
         def submit() -> list[int]:
             return [self._core.submit_decode_slot(slot, request)]
 
-        async with aclosing(self.follow(submit, on_stall, [choices])) as batches:
-            async for progress in _each(batches, bounds):
-                yield progress
+        return _each(self.follow(submit, on_stall, [choices]), bounds)
 
     async def generate_in(
         self,
@@ -242,19 +236,23 @@ class AsyncEngine(EngineStreams):
 async def _each(batches: AsyncGenerator[list[Progress], None], bounds: Bounds) -> AsyncGenerator[Progress, None]:
     """Yield what happens to the requests of a call; raises what the first one fails with, after what came before."""
     accepted = set[int]()
-    async for batch in batches:
-        for progress in batch:
-            if progress.accepted is not None:
-                accepted.add(progress.index)
-            was_accepted = progress.index in accepted
-            finished = progress.finished
-            if finished is None or finished.status is Status.OK or (was_accepted and bounds.is_duration(finished)):
-                yield progress
-                continue
-            if progress.accepted is not None or progress.tokens:
-                progress.finished = None
-                yield progress
-            raise failure_of(finished, was_accepted)
+    async with aclosing(batches):
+        async for batch in batches:
+            for progress in batch:
+                if progress.accepted is not None:
+                    accepted.add(progress.index)
+                finished = progress.finished
+                if finished is None or finished.status is Status.OK:
+                    yield progress
+                    continue
+                was_accepted = progress.index in accepted
+                if was_accepted and bounds.is_duration(finished):
+                    yield progress
+                    continue
+                if progress.accepted is not None or progress.tokens:
+                    progress.finished = None
+                    yield progress
+                raise failure_of(finished, was_accepted)
 
 
 def _one_each(choices: DecodeChoices, num_outputs: int) -> list[DecodeChoices]:

@@ -13,7 +13,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from cyengine.errors import XllmError
-from cyengine.types import AcceptedEvent, DecodeMode, EngineInfo, EngineStats, FinishedEvent, SlotInfo, TokenEvent
+from cyengine.types import (
+    AcceptedEvent,
+    DecodeMode,
+    EngineInfo,
+    EngineStats,
+    Event,
+    FinishedEvent,
+    SlotInfo,
+    TokenEvent,
+)
 from xllm_service import convert
 from xllm_service.constraints import Constrained
 from xllm_service.engine.core import CoreEngine
@@ -197,8 +206,35 @@ class EngineStreams:
             self._loop.remove_reader(self._fd)
             self._fail_all(to_service_error(error))
             return
-        if num_decoding := len({event.request_id for event in events if isinstance(event, TokenEvent)}):
-            self.on_batch(num_decoding)
+        if self._constrained:
+            self._advance_masks(events)
+        streams, now = self._streams, time.monotonic()
+        decoding = set[int]()
+        for event in events:
+            number = event.request_id
+            stream = streams.get(number)
+            if isinstance(event, TokenEvent):  # all but a few
+                decoding.add(number)
+                if stream is not None:
+                    stream.put_token(event, now)
+                continue
+            if isinstance(event, FinishedEvent) and (cancelled := self._cancelled_at.pop(number, None)):
+                self.on_freed(now - cancelled)
+            if isinstance(event, AcceptedEvent):
+                self.loaded_modes.add(event.decode_mode)
+            if stream is None:
+                continue  # it was cancelled, and nobody waits
+            row = self._constrained.get(number)
+            end = end_of(row, event) if row is not None and isinstance(event, FinishedEvent) else event
+            if isinstance(end, ServiceError):
+                stream.fail(end)
+            else:
+                stream.put(end, now)
+        if decoding:
+            self.on_batch(len(decoding))
+
+    def _advance_masks(self, events: Sequence[Event]) -> None:
+        """Have the next masks computed, before anything else is done."""
         self._masks.advance(
             [
                 (event.request_id, row, event.token_index + 1, event.token_id)
@@ -207,20 +243,6 @@ class EngineStreams:
                 if (row := self._constrained.get(event.request_id)) is not None
             ]
         )
-        for event in events:
-            if isinstance(event, FinishedEvent) and (cancelled := self._cancelled_at.pop(event.request_id, None)):
-                self.on_freed(time.monotonic() - cancelled)
-            if isinstance(event, AcceptedEvent):
-                self.loaded_modes.add(event.decode_mode)
-            stream = self._streams.get(event.request_id)
-            if stream is None:
-                continue  # it was cancelled, and nobody waits
-            row = self._constrained.get(event.request_id)
-            end = end_of(row, event) if row is not None and isinstance(event, FinishedEvent) else event
-            if isinstance(end, ServiceError):
-                stream.fail(end)
-            else:
-                stream.put(end)
 
     def _fail_all(self, failure: ServiceError) -> None:
         for stream in set(self._streams.values()):

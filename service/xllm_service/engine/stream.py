@@ -48,14 +48,13 @@ class Stream:
         """Tokens that wait for the reader."""
         return sum(len(progress.tokens) for progress in self._pending.values())
 
-    def put(self, event: Event) -> None:
-        """Add what has happened; never waits."""
-        if self.waits_since is None:
-            self.waits_since = time.monotonic()
-        index = self._indices[event.request_id]
-        progress = self._pending.get(index)
-        if progress is None:
-            progress = self._pending[index] = Progress(index)
+    def put_token(self, event: TokenEvent, now: float) -> None:
+        """Add a token, at a monotonic time; never waits."""
+        self._progress(event.request_id, now).tokens.append(event)
+
+    def put(self, event: Event, now: float) -> None:
+        """Add whatever has happened, at a monotonic time; never waits."""
+        progress = self._progress(event.request_id, now)
         if isinstance(event, TokenEvent):
             progress.tokens.append(event)
         elif isinstance(event, FinishedEvent):
@@ -65,7 +64,17 @@ class Stream:
             progress.prefill = event
         else:
             progress.accepted = event
-        self._wake()
+
+    def _progress(self, request_id: int, now: float) -> Progress:
+        """Return what the reader will be told next of a request, and let it know that there is something."""
+        if self.waits_since is None:
+            self.waits_since = now
+            self._wake()
+        index = self._indices[request_id]
+        progress = self._pending.get(index)
+        if progress is None:
+            progress = self._pending[index] = Progress(index)
+        return progress
 
     def fail(self, failure: ServiceError) -> None:
         """End it; what is already there can still be read."""
@@ -88,8 +97,9 @@ class Stream:
         taken, self._pending, self.waits_since = self._pending, {}, None
         for progress in taken.values():
             progress.blocked_s = self.blocked_s
-        self.running -= {progress.finished.request_id for progress in taken.values() if progress.finished is not None}
-        return [taken[index] for index in sorted(taken)]
+            if progress.finished is not None:
+                self.running.discard(progress.finished.request_id)
+        return [taken[index] for index in sorted(taken)] if len(taken) > 1 else list(taken.values())
 
     def drop(self, request_id: int) -> None:
         """Forget one of several requests: its reader has heard enough of it."""
