@@ -109,7 +109,8 @@ double worst_error(const std::vector<float> &out, const std::vector<double> &ref
 // Every number of tokens that one launch takes, and some that take several; fewer of them where a
 // matrix is large.
 constexpr int kMaxTokens = 130;
-std::vector<int> token_counts(bool has_all) {
+std::vector<int> token_counts(bool has_all, bool is_tiny) {
+  if (is_tiny) return {1, 2, 4, 8, 16, 33, 64};
   if (!has_all) return {1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 130};
   std::vector<int> counts = {65, 130};
   for (int tokens = 1; tokens <= 64; ++tokens) counts.push_back(tokens);
@@ -214,16 +215,18 @@ void check_repack(Report *report) {
   }
 }
 
-void check_matmul(Report *report) {
+void check_matmul(Report *report, bool is_tiny) {
   const cuda::Device device = test_device();
   cuda::Device old_device = device;
   old_device.has_int8_mma = false;
   uint64_t seed = 100;
   for (const DType type : kTypes) {
     const bool is_k = dtype_info(type).block_elems == 256;
+    if (is_tiny && type != DType::kQ4_K && type != DType::kQ6_K && type != DType::kQ8_0) continue;
     const std::pair<int64_t, int64_t> shapes[] = {
         {100, is_k ? 256 : 288}, {48, is_k ? 2816 : 896}, {272, 4096}, {33, 8960}, {16, 28672}};
     for (const auto &[rows, cols] : shapes) {
+      if (is_tiny && rows != 48) continue;
       const HostMatrix m =
           random_matrix(type, rows, cols, 1 / std::sqrt(static_cast<double>(cols)), ++seed);
       const auto on_device = upload(m.view);
@@ -239,7 +242,7 @@ void check_matmul(Report *report) {
       if (!cuda::is_plain(on_device->matrix.type))
         report->verdict(name + ": canonical order", in_canonical_order(m.view, *acts, all), "");
       std::string differs, old_differs;
-      for (const int tokens : token_counts(rows == 48)) {
+      for (const int tokens : token_counts(rows == 48, is_tiny)) {
         const std::vector<float> some = run(device, matrix, *acts, tokens);
         if (!same_bytes(some.data(), all.data(), some.size()))
           differs += " " + std::to_string(tokens);
@@ -297,7 +300,7 @@ void check_matmul(Report *report) {
       report->verdict(name + ": float64", worst_error(all, reference, kMaxTokens, rows) < 1e-5,
                       "relative error " + number(worst_error(all, reference, kMaxTokens, rows)));
       std::string differs;
-      for (const int tokens : token_counts(false)) {
+      for (const int tokens : token_counts(false, is_tiny)) {
         for (const cuda::Device *which :
              {&device, static_cast<const cuda::Device *>(&old_device)}) {
           for (const bool leaves : {false, true}) {
@@ -316,6 +319,7 @@ void check_matmul(Report *report) {
   for (const DType type : {DType::kQ4_K, DType::kQ6_K, DType::kQ4_1, DType::kQ8_0}) {
     const int64_t cols = 1024;
     for (const int64_t inner : {288, 1000}) {
+      if (is_tiny && (inner != 288 || type != DType::kQ4_K)) continue;
       const HostMatrix gate = random_matrix(type, inner, cols, 0.05, 21),
                        up = random_matrix(type, inner, cols, 0.05, 22);
       const auto dg = upload(gate.view), du = upload(up.view);
@@ -334,7 +338,7 @@ void check_matmul(Report *report) {
       const double error = worst_error(all, reference, kMaxTokens, inner);
       report->verdict(name + ": float64", error < 5e-6, "relative error " + number(error));
       std::string differs;
-      for (const int tokens : token_counts(false)) {
+      for (const int tokens : token_counts(false, is_tiny)) {
         for (const cuda::Device *which :
              {&device, static_cast<const cuda::Device *>(&old_device)}) {
           const std::vector<float> some = run(*which, matrix, *acts, tokens, asked);
@@ -349,6 +353,7 @@ void check_matmul(Report *report) {
   // Rows under a norm: what a product quantises itself against what the host does.
   for (const DType type : {DType::kQ4_K, DType::kQ8_0}) {
     for (const int64_t cols : {1536, 4096, 5120}) {
+      if (is_tiny && cols != 1536) continue;
       const HostMatrix m = random_matrix(type, 96, cols, 0.02, 31);
       const auto on_device = upload(m.view);
       FusedMatrix matrix;
@@ -377,12 +382,13 @@ void check_matmul(Report *report) {
   }
 }
 
-void check_rows(Report *report) {
+void check_rows(Report *report, bool is_tiny) {
   const cuda::Device device = test_device();
   const cuda::Launch launch = {&device, test_stream()};
   constexpr int kTokens = 13;
   constexpr float kEps = 1e-6f;
   for (const int64_t cols : {32, 250, 1536, 4096, 4128, 12288, 16384, 28672}) {
+    if (is_tiny && cols != 250 && cols != 4128) continue;
     const HostMatrix weight = random_vector(cols, 1, 0.3, 41), bias = random_vector(cols, 0, 1, 42);
     std::vector<float> weights(static_cast<size_t>(cols)), biases(static_cast<size_t>(cols));
     std::memcpy(weights.data(), weight.bytes.data(), weight.bytes.size());

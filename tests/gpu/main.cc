@@ -1,6 +1,7 @@
-// cuda_backend_check [--parts repack,rows,matmul,sample,graphs,stages,invariance,bandwidth,decode]
+// cuda_backend_check
+// [--parts repack,rows,matmul,sample,graphs,stages,attention,invariance,bandwidth,sampler,decode]
 // [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
-//                    [--steps N] [--context N] [--attention-depth N] [--quick]
+//                    [--steps N] [--context N] [--attention-depth N] [--quick] [--tiny]
 //                    [--no-breakdown] [--variants C,...]
 //                    [--json PATH] [--verbose]
 // Exit status 0: everything that was checked is right.
@@ -27,8 +28,8 @@ std::vector<std::string> split(const std::string &text) {
 
 int main(int argc, char **argv) {
   using xllm::check::Report;
-  std::vector<std::string> parts = {"repack", "rows",       "matmul",    "sample", "graphs",
-                                    "stages", "invariance", "bandwidth", "decode"};
+  std::vector<std::string> parts = {"repack", "rows",      "matmul",     "sample",    "graphs",
+                                    "stages", "attention", "invariance", "bandwidth", "sampler", "decode"};
   xllm::check::Options options;
   Report report;
   std::string json;
@@ -39,6 +40,8 @@ int main(int argc, char **argv) {
       report.is_verbose = true;
     } else if (flag == "--quick") {
       options.is_quick = true;
+    } else if (flag == "--tiny") {
+      options.is_quick = options.is_tiny = true;
     } else if (flag == "--no-breakdown") {
       options.has_breakdown = false;
       options.variants.clear();
@@ -70,13 +73,15 @@ int main(int argc, char **argv) {
     std::printf("---- %s\n", part.c_str());
     try {
       if (part == "repack") xllm::check::check_repack(&report);
-      if (part == "rows") xllm::check::check_rows(&report);
-      if (part == "matmul") xllm::check::check_matmul(&report);
+      if (part == "rows") xllm::check::check_rows(&report, options.is_tiny);
+      if (part == "matmul") xllm::check::check_matmul(&report, options.is_tiny);
       if (part == "sample") xllm::check::check_sample(&report, options.is_quick);
-      if (part == "graphs") xllm::check::check_graphs(&report);
+      if (part == "graphs") xllm::check::check_graphs(&report, options.is_tiny);
       if (part == "stages") xllm::check::check_stages(&report, options.is_quick);
+      if (part == "attention") xllm::check::check_attention(&report, options.is_tiny);
       if (part == "invariance") xllm::check::check_invariance(&report, options.is_quick);
       if (part == "bandwidth") xllm::check::bench_bandwidth(&report);
+      if (part == "sampler") xllm::check::bench_sample(&report);
       if (part == "decode") xllm::check::bench_decode(&report, options);
     } catch (const std::exception &error) {
       report.verdict(part + ": ran to its end", false, error.what());

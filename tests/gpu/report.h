@@ -86,16 +86,20 @@ struct Options {
   bool has_breakdown = true;
   std::vector<std::string> variants = {"0", "0-"};  // bench_decode.cu
   bool is_quick = false;
+  bool is_tiny = false;
 };
 void check_repack(Report *report);
-void check_rows(Report *report);
-void check_matmul(Report *report);
-// is_quick: one model and one step, for tools that slow the device down.
+// is_quick: one model and one step; is_tiny: the least that runs every kernel once or twice, for
+// tools that slow the device down a hundredfold.
+void check_rows(Report *report, bool is_tiny);
+void check_matmul(Report *report, bool is_tiny);
+void check_attention(Report *report, bool is_tiny);
 void check_stages(Report *report, bool is_quick);
 void check_invariance(Report *report, bool is_quick);
 void check_sample(Report *report, bool is_quick);
-void check_graphs(Report *report);
+void check_graphs(Report *report, bool is_tiny);
 void bench_bandwidth(Report *report);
+void bench_sample(Report *report);
 void bench_decode(Report *report, const Options &options);
 
 }  // namespace xllm::check

@@ -1,5 +1,6 @@
 // Attention's own source on the host (cta.h): float64, and the same bytes whatever the depth of the
-// rings, whoever finishes q, k and v, whether the product left slices, and alone as in company.
+// rings, whoever finishes q, k and v, whether the product left slices, alone as in company, and by
+// themselves as in a prompt's tiles.
 // Arguments: numbers of cases; none: all. Exit status 0: everything is right.
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@ thread_local __attribute__((aligned(128))) uint8_t shared[256 << 10];  // of att
 }
 
 #include "backend/cuda/attention.cuh"
+#include "backend/cuda/prompt_attention.cuh"
 #include "backend/cuda/qkv_rows.cuh"
 
 namespace xllm::on_host {
@@ -25,9 +27,10 @@ struct Case {
   const char *name;
   int rows, keys, heads, kv_heads, head_dim, block_size, window, rotary_dim;
   bool has_norm, is_neighbor;
+  bool is_prompt;  // consecutive rows of one sequence
 };
 
-// note: keys of row r: 37 r fewer.
+// note: keys of row r: 37 r fewer; of a prompt one more than of the row before.
 constexpr Case kCases[] = {
     {"groups of 4", 2, 150, 8, 2, 128, 64, 0, 128, true, false},
     {"several splits", 1, 700, 4, 1, 128, 64, 0, 128, false, false},
@@ -44,6 +47,12 @@ constexpr Case kCases[] = {
     {"96, groups of 12, window", 1, 90, 12, 1, 96, 16, 64, 96, true, true},
     {"256", 1, 290, 4, 2, 256, 64, 0, 256, true, false},
     {"256, groups of 16, window", 1, 140, 16, 1, 256, 64, 100, 128, true, false},
+    {"prompt, groups of 4 over a split", 11, 262, 8, 2, 128, 64, 0, 128, true, false, true},
+    {"prompt, three splits", 3, 600, 4, 1, 128, 32, 0, 128, false, false, true},
+    {"prompt from its beginning, 64, groups of 3", 12, 12, 6, 2, 64, 16, 0, 64, false, false, true},
+    {"prompt, 96, groups of 12", 3, 130, 12, 1, 96, 32, 0, 96, true, true, true},
+    {"prompt, 80", 33, 140, 1, 1, 80, 128, 0, 32, true, false, true},
+    {"prompt, 256, groups of 2", 17, 40, 4, 2, 256, 64, 0, 256, true, false, true},
 };
 
 template <int kHeadDim, int kGroups>
@@ -77,11 +86,27 @@ Kernel kernel_of(const Case &c, int depth, bool finishes) {
   }
 }
 
+Kernel prompt_kernel_of(const Case &c, int depth) {
+  switch (c.head_dim) {
+    case 64:
+      return depth == 4 ? cuda::prompt_attention_kernel<64, 4> : nullptr;
+    case 80:
+      return depth == 2 ? cuda::prompt_attention_kernel<80, 2> : nullptr;
+    case 96:
+      return depth == 2 ? cuda::prompt_attention_kernel<96, 2> : nullptr;
+    case 128:
+      return depth == 4 ? cuda::prompt_attention_kernel<128, 4>
+                        : cuda::prompt_attention_kernel<128, 2>;
+    default:
+      return depth == 2 ? cuda::prompt_attention_kernel<256, 2> : nullptr;
+  }
+}
+
 class Run {
  public:
   explicit Run(const Case &c) : c_(c), num_all_(c.heads + 2 * c.kv_heads) {
     const int blocks_per_row = (c.keys + c.block_size - 1) / c.block_size;
-    const int num_blocks = blocks_per_row * c.rows + 1;
+    const int num_blocks = blocks_per_row * (c.is_prompt ? 1 : c.rows) + 1;
     page_bytes_ = static_cast<size_t>(c.block_size) * c.head_dim * 2;
     block_bytes_ = page_bytes_ * 2 * static_cast<size_t>(c.kv_heads);
     first_pool_.resize(num_blocks * block_bytes_ / 2);
@@ -99,8 +124,8 @@ class Run {
     for (int p = 0; p <= c.keys / 512; ++p) add_turns(p * 512, &coarse_);
     for (int p = 0; p < 512; ++p) add_turns(p, &fine_);
     for (int r = 0; r < c.rows; ++r) {
-      positions_.push_back(std::max(0, c.keys - 1 - 37 * r));
-      row_tables_.push_back(r * blocks_per_row);
+      positions_.push_back(c.is_prompt ? c.keys - c.rows + r : std::max(0, c.keys - 1 - 37 * r));
+      row_tables_.push_back(c.is_prompt ? 0 : r * blocks_per_row);
       const int at = positions_.back();
       kv_indices_.push_back(int64_t{block_of(r, at)} * c.block_size + at % c.block_size);
     }
@@ -112,30 +137,30 @@ class Run {
   // The outputs, NaN where nothing was written.
   std::vector<float> attend(int depth, bool finishes, bool has_slices, int first_row = 0) {
     AttentionArgs args = arguments(has_slices);
-    if (!finishes) {
-      const auto heads = static_cast<unsigned>((num_all_ + cuda::kQkvWarps - 1) / cuda::kQkvWarps);
-      run_grid(
-          {heads, static_cast<unsigned>(c_.rows), 1}, cuda::kQkvWarps * 32, [] {},
-          [&] { cuda::qkv_rows_kernel(args.rows); });
-    }
+    if (!finishes) finish_rows(args);
     args.first_row = first_row;
-    unsigned splits = 1;
-    for (size_t r = static_cast<size_t>(first_row); r < positions_.size(); ++r) {
-      while (static_cast<int>(splits) < cuda::num_splits(positions_[r] + 1)) splits *= 2;
-    }
-    const size_t entries = static_cast<size_t>(c_.rows * c_.heads) * splits;
-    std::vector<float> partial_out(entries * static_cast<size_t>(c_.head_dim), NAN);
-    std::vector<float2> partial_stats(entries);
-    args.partial_out = partial_out.data();
-    args.partial_stats = partial_stats.data();
+    const unsigned splits = give_splits(&args, first_row);
     const int group_size = c_.heads / c_.kv_heads;
     const Kernel kernel = kernel_of(c_, depth, finishes);
-    run_grid(
-        {splits, static_cast<unsigned>(c_.kv_heads * ((group_size + 15) / 16)),
-         static_cast<unsigned>(c_.rows - first_row)},
-        cuda::kAttentionThreads,
-        [] { std::fill(std::begin(cuda::shared), std::end(cuda::shared), uint8_t{0xff}); },
-        [&] { kernel(args); });
+    run_grid({splits, static_cast<unsigned>(c_.kv_heads * ((group_size + 15) / 16)),
+              static_cast<unsigned>(c_.rows - first_row)},
+             cuda::kAttentionThreads, fill_shared, [&] { kernel(args); });
+    return out_;
+  }
+
+  // The rows in tiles of one sequence.
+  std::vector<float> attend_prompt(int depth) {
+    AttentionArgs args = arguments(true);
+    finish_rows(args);
+    const unsigned splits = give_splits(&args, 0);
+    std::vector<int32_t> tiles;
+    const int most = cuda::prompt_tile_rows(args.group_size);
+    for (int row = 0; row < c_.rows; row += most)
+      tiles.push_back(cuda::pack_tile({row, std::min(most, c_.rows - row)}));
+    args.tiles = tiles.data();
+    const Kernel kernel = prompt_kernel_of(c_, depth);
+    run_grid({splits, static_cast<unsigned>(c_.kv_heads), static_cast<unsigned>(tiles.size())},
+             cuda::kAttentionThreads, fill_shared, [&] { kernel(args); });
     return out_;
   }
 
@@ -163,6 +188,29 @@ class Run {
 
  private:
   static constexpr double kEps = 1e-6;
+
+  static void fill_shared() {
+    std::fill(std::begin(cuda::shared), std::end(cuda::shared), uint8_t{0xff});
+  }
+  void finish_rows(const AttentionArgs &args) const {
+    const auto heads = static_cast<unsigned>((num_all_ + cuda::kQkvWarps - 1) / cuda::kQkvWarps);
+    run_grid(
+        {heads, static_cast<unsigned>(c_.rows), 1}, cuda::kQkvWarps * 32, [] {},
+        [&] { cuda::qkv_rows_kernel(args.rows); });
+  }
+  // Room for the splits of rows first_row..; how many there are.
+  unsigned give_splits(AttentionArgs *args, int first_row) {
+    unsigned splits = 1;
+    for (size_t r = static_cast<size_t>(first_row); r < positions_.size(); ++r) {
+      while (static_cast<int>(splits) < cuda::num_splits(positions_[r] + 1)) splits *= 2;
+    }
+    const size_t entries = static_cast<size_t>(c_.rows * c_.heads) * splits;
+    partial_out_.assign(entries * static_cast<size_t>(c_.head_dim), NAN);
+    partial_stats_.assign(entries, float2{NAN, NAN});
+    args->partial_out = partial_out_.data();
+    args->partial_stats = partial_stats_.data();
+    return splits;
+  }
 
   float random() {
     seed_ = seed_ * 1664525u + 1013904223u;
@@ -253,7 +301,8 @@ class Run {
     const int kv_head = head / (c_.heads / c_.kv_heads);
     const std::vector<double> query = finished(row, head, 0);
     const auto row_of = [&](int key, int kind) {
-      if (key == last) return finished(row, c_.heads + (kind - 1) * c_.kv_heads + kv_head, kind);
+      const int of = c_.is_prompt ? key - positions_[0] : key == last ? row : -1;
+      if (of >= 0) return finished(of, c_.heads + (kind - 1) * c_.kv_heads + kv_head, kind);
       const size_t at = (static_cast<size_t>(block_of(row, key)) * block_bytes_ +
                          static_cast<size_t>((kind - 1) * c_.kv_heads + kv_head) * page_bytes_) /
                             2 +
@@ -283,6 +332,8 @@ class Run {
   size_t page_bytes_, block_bytes_;
   std::vector<uint16_t> first_pool_, pool_;
   std::vector<float> slices_, bias_, qkv_, q_norm_, k_norm_, out_;
+  std::vector<float> partial_out_;
+  std::vector<float2> partial_stats_;
   std::vector<float2> coarse_, fine_;
   std::vector<int32_t> tables_, positions_, row_tables_;
   std::vector<int64_t> kv_indices_;
@@ -300,23 +351,30 @@ bool check(const Case &c) {
   const auto same = [](const std::vector<float> &a, const std::vector<float> &b, size_t from) {
     return std::memcmp(a.data() + from, b.data() + from, (a.size() - from) * sizeof(float)) == 0;
   };
-  const std::vector<float> out = run.attend(1, true, false);
+  const std::vector<float> out = run.attend(1, !c.is_prompt, c.is_prompt);
   const std::vector<uint16_t> pool = run.pool();
   const double error = run.error(out);
   expect(error < 1e-3, "far from float64");
   for (const int depth : {2, 4}) {
-    if (kernel_of(c, depth, true) == nullptr) continue;
+    if (!c.is_prompt || prompt_kernel_of(c, depth) == nullptr) continue;
+    run.clear();
+    expect(same(run.attend_prompt(depth), out, 0), "other bytes in tiles");
+  }
+  for (const int depth : {2, 4}) {
+    if (c.is_prompt || kernel_of(c, depth, true) == nullptr) continue;
     run.clear();
     expect(same(run.attend(depth, true, false), out, 0), "other bytes with a deeper ring");
     expect(run.pool() == pool, "another cache with a deeper ring");
   }
-  run.clear();
-  expect(same(run.attend(1, true, true), out, 0), "other bytes from slices");
-  expect(run.pool() == pool, "another cache from slices");
-  run.clear();
-  expect(same(run.attend(1, false, true), out, 0), "other bytes after qkv_rows");
-  expect(run.pool() == pool, "another cache after qkv_rows");
-  if (c.rows > 1) {
+  if (!c.is_prompt) {
+    run.clear();
+    expect(same(run.attend(1, true, true), out, 0), "other bytes from slices");
+    expect(run.pool() == pool, "another cache from slices");
+    run.clear();
+    expect(same(run.attend(1, false, true), out, 0), "other bytes after qkv_rows");
+    expect(run.pool() == pool, "another cache after qkv_rows");
+  }
+  if (c.rows > 1 && !c.is_prompt) {
     run.clear();
     const size_t from = out.size() / static_cast<size_t>(c.rows) * static_cast<size_t>(c.rows - 1);
     expect(same(run.attend(2, true, false, c.rows - 1), out, from), "the last row alone differs");

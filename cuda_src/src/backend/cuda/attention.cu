@@ -1,11 +1,12 @@
-// softmax(q k^T * scale) v of every row over its own keys, f32. A row of a prompt is worked on as a
-// decode row is.
+// softmax(q k^T * scale) v of every row over its own keys, f32. Rows of a prompt go together where
+// they can; each gets the bytes that it would get by itself.
 #include <algorithm>
 
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/attention_any.cuh"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/kv_pages.h"
+#include "backend/cuda/prompt_attention.h"
 
 namespace xllm::cuda {
 namespace {
@@ -84,6 +85,11 @@ int ring_depth(const Device &device, const ModelDims &dims, bool finishes, int64
   return depth;
 }
 
+// Rows from first_row to the end of a tile.
+int rows_to(const PromptTile &tile, int first_row) {
+  return tile.first_row + tile.num_rows - first_row;
+}
+
 }  // namespace
 
 void prepare_attention(const Device &device) {
@@ -103,6 +109,7 @@ void prepare_attention(const Device &device) {
     }
   }
   prefer_shared_memory(reinterpret_cast<const void *>(attention_any_kernel));
+  prepare_prompt_attention(device);
 }
 
 bool CudaBackend::finishes_rows(const CudaWorkspace &ws, const KvView &kv) const {
@@ -124,6 +131,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   args.positions = ws.batch.positions;
   args.row_tables = ws.batch.row_tables;
   args.tables = ws.batch.tables;
+  args.tiles = ws.batch.tiles;
   args.num_heads = dims.num_heads;
   args.group_size = dims.num_heads / dims.num_kv_heads;
   args.head_dim = dims.head_dim;
@@ -150,13 +158,37 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
   const int rows_at_once =
       static_cast<int>(std::min<int64_t>(std::max<int64_t>(ws.split_entries / per_row, 1), 32768));
-  for (int first = 0; first < ws.num_rows; first += rows_at_once) {
-    args.first_row = first;
-    const int count = std::min(rows_at_once, ws.num_rows - first);
-    launch_kernel(launch(), "attention", kernel,
-                  dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y),
-                       static_cast<unsigned>(count)),
-                  static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
+  const auto attend_rows = [&](int begin, int end) {
+    for (int first = begin; first < end; first += rows_at_once) {
+      args.first_row = first;
+      const int count = std::min(rows_at_once, end - first);
+      launch_kernel(launch(), "attention", kernel,
+                    dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y),
+                         static_cast<unsigned>(count)),
+                    static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
+    }
+  };
+  const auto attend_tiles = [&](int begin, int end) {
+    for (int first = begin; first < end;) {
+      args.first_tile = first;
+      args.first_row = ws.prompt.tiles[static_cast<size_t>(first)].first_row;
+      int past = first + 1;
+      while (past < end &&
+             rows_to(ws.prompt.tiles[static_cast<size_t>(past)], args.first_row) <= rows_at_once) {
+        ++past;
+      }
+      prompt_attention(launch(), args, ws.max_splits, past - first);
+      first = past;
+    }
+  };
+  const bool has_tiles = is_tiled && rows_at_once >= prompt_tile_rows(args.group_size) &&
+                         has_prompt_attention(device_, dims.head_dim) && !device_.has_plain_rows;
+  for (const RowRun &run : ws.prompt.runs) {
+    if (has_tiles && run.num_tiles > 0) {
+      attend_tiles(run.first_tile, run.first_tile + run.num_tiles);
+    } else {
+      attend_rows(run.first_row, run.first_row + run.num_rows);
+    }
   }
   const int num_cols = dims.num_heads * dims.head_dim;
   ws.set_input({ws.attention_out.data<float>(), num_cols, num_cols, nullptr, 0.0f});

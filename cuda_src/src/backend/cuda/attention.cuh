@@ -334,6 +334,7 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
     stream.template fetch<3 + kDepth>(round);
   }
   wait_for_copies<0>();
+  __syncwarp();
 
   // The parts of a group of channels together: sums [kGroups][step][half of 16 channels][lane][2
   // heads] of each warp in its own first slot.

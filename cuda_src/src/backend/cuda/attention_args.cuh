@@ -45,6 +45,8 @@ struct AttentionArgs {
   const int32_t *row_tables;  // [num_tokens] where the row's block table begins in `tables`
   const int32_t *tables;      // block ids
   int first_row;              // rows first_row + blockIdx.z
+  const int32_t *tiles;       // of rows of prompts (prompt_attention.cuh)
+  int first_tile;             // tiles first_tile + blockIdx.z; the first begins with first_row
   int num_heads, group_size, head_dim;
   float scale;            // of scores, times log2(e): weights are powers of two
   int window;             // 0: all

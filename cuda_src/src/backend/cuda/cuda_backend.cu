@@ -178,12 +178,20 @@ void CudaBackend::begin_step(CudaWorkspace &ws, const ForwardBatch &batch, int p
   const bool is_padded = padded_rows > batch.num_tokens();
   const int num_logits = is_padded ? padded_rows : batch.num_logits();
   ws.reserve(padded_rows, num_logits, static_cast<int64_t>(batch.block_tables.size()));
-  ws.upload(batch, padded_rows);
   ws.num_rows = padded_rows;
   ws.num_logits = num_logits;
   ws.is_identity = is_padded || batch.num_logits() == batch.num_tokens();
   ws.is_decode = batch.num_tokens() == batch.num_seqs() &&
                  batch.num_tokens() == batch.num_logits() && batch.num_tokens() <= kMaxGraphRows;
+  const ModelDims &dims = ws.weights->dims;
+  const int tile_rows = prompt_tile_rows(dims.num_heads / dims.num_kv_heads);
+  // note: a window begins at other keys in every row.
+  if (ws.is_decode || tile_rows < 2 || dims.sliding_window > 0) {
+    ws.prompt.set_plain(padded_rows);
+  } else {
+    ws.prompt.set(batch, tile_rows);
+  }
+  ws.upload(batch, padded_rows);
   int splits = 1;
   for (const int32_t position : batch.positions)
     splits = std::max(splits, num_splits(position + 1));

@@ -42,7 +42,7 @@ uint64_t act_bytes(const ModelDims &dims, int64_t rows) {
                   kActChunkBytes);
 }
 
-constexpr int64_t kBatchRowBytes = 8 + 5 * 4;
+constexpr int64_t kBatchRowBytes = 8 + 6 * 4;
 
 // Rows of logits that a step of `n` sequences takes: whole calls of cuBLAS, or the largest graph's.
 int64_t logit_rows_for(int64_t n, bool is_f32) {
@@ -210,7 +210,8 @@ void CudaWorkspace::reserve(int rows, int logit_rows, int64_t num_table_entries)
   batch.row_tables = batch.positions + n;
   batch.sampler_rows = batch.row_tables + n;
   batch.logit_rows = batch.sampler_rows + n;
-  batch.tables = batch.logit_rows + n;
+  batch.tiles = batch.logit_rows + n;
+  batch.tables = batch.tiles + n;
   table_capacity_ = tables;
 }
 
@@ -223,7 +224,7 @@ void CudaWorkspace::upload(const ForwardBatch &from, int padded_rows) {
   auto *kv_indices = staging.memory.data<int64_t>();
   auto *token_ids = reinterpret_cast<int32_t *>(kv_indices + n);
   int32_t *positions = token_ids + n, *row_tables = positions + n, *sampler_rows = row_tables + n,
-          *logit_rows = sampler_rows + n, *tables = logit_rows + n;
+          *logit_rows = sampler_rows + n, *tiles = logit_rows + n, *tables = tiles + n;
   for (size_t i = 0; i < static_cast<size_t>(padded_rows); ++i) {
     const bool is_real = i < num_tokens;
     const int32_t seq = is_real ? from.seq_index[i] : 0;
@@ -235,6 +236,7 @@ void CudaWorkspace::upload(const ForwardBatch &from, int padded_rows) {
   }
   if (!from.logit_rows.empty())
     std::memcpy(logit_rows, from.logit_rows.data(), from.logit_rows.size() * sizeof(int32_t));
+  for (size_t i = 0; i < prompt.tiles.size(); ++i) tiles[i] = pack_tile(prompt.tiles[i]);
   std::memcpy(tables, from.block_tables.data(), from.block_tables.size() * sizeof(int32_t));
   const auto bytes =
       static_cast<size_t>(reinterpret_cast<uint8_t *>(tables + from.block_tables.size()) -

@@ -11,6 +11,7 @@
 #include "backend/cuda/cublas.h"
 #include "backend/cuda/cuda_weights.h"
 #include "backend/cuda/matmul.h"
+#include "backend/cuda/prompt_tiles.h"
 
 namespace xllm::cuda {
 
@@ -35,6 +36,7 @@ struct DeviceBatch {
   int32_t *row_tables = nullptr;  // where the row's block table begins in `tables`
   int32_t *sampler_rows = nullptr;
   int32_t *logit_rows = nullptr;
+  int32_t *tiles = nullptr;  // prompt_attention.cuh
   int32_t *tables = nullptr;
 };
 
@@ -55,7 +57,7 @@ class CudaWorkspace : public Workspace {
   void reserve(int num_rows, int num_logits, int64_t num_table_entries);
   // Everything that plan_bytes counts, now.
   void reserve_all(int num_rows);
-  // Copies the batch to the device; rows from num_tokens to padded_rows are padding.
+  // Copies the batch and `prompt` to the device; rows from num_tokens to padded_rows are padding.
   void upload(const ForwardBatch &batch, int padded_rows);
 
   // The activations of the next product: rows, which it quantises itself or which a kernel before
@@ -101,6 +103,7 @@ class CudaWorkspace : public Workspace {
   bool is_identity = false;   // logit_rows = 0, 1, 2, ...
   bool is_decode = false;     // one row per sequence, each with logits
   int max_splits = 1;         // of attention, over the rows
+  PromptTiles prompt;         // of attention: which rows go together
   bool is_recording = false;  // stages only append to `signature`
   std::vector<uint64_t> signature;
 

@@ -23,6 +23,8 @@ struct Device {
   // Slots of a warp of attention for keys and values on their way, 1, 2 or 4; 0: by the grid. Speed
   // only.
   int attention_depth = 0;
+  // In tests: rows of prompts by themselves too. Never numbers.
+  bool has_plain_rows = false;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
   bool has_wgmma = false;  // of int8, in the build that runs

@@ -183,8 +183,8 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      init_barrier(ready + i, num_jobs);
-      init_barrier(free + i, num_parts);
+      init_barrier(ready + i, num_jobs * kWarpArrivals);
+      init_barrier(free + i, num_parts * kWarpArrivals);
     }
   }
   const FewActs acts =
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
       }
     }
     __syncwarp();
-    if (warp_lane == 0) arrive(ready + buffer);
+    arrive_warp(ready + buffer, warp_lane);
 #pragma unroll 1
     for (int of = part; of < num_parts; of += num_jobs) {
       if (of == part) {
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kFewMaxWarps *kWarp, 2)
         *out = y;
       }
       __syncwarp();
-      if (warp_lane == 0) arrive(free + buffer);
+      arrive_warp(free + buffer, warp_lane);
     }
     part -= num_parts;
     while (part < 0) part += num_jobs;

@@ -263,7 +263,7 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
   copier.set<kRowTiles>(args, item, 0, lane);
   if (lane < ring.num_steps) {
     init_barrier(ring.full + lane, stage_arrivals());
-    init_barrier(ring.empty + lane, computing_warps);
+    init_barrier(ring.empty + lane, computing_warps * kWarpArrivals);
     publish_barriers();
   }
   __syncwarp();
@@ -329,7 +329,7 @@ __device__ __forceinline__ void tile_slice(const MatmulArgs &args, TileRing *rin
       }
     }
     __syncwarp();
-    if (lane == 0) arrive(ring->empty + ring->step);
+    arrive_warp(ring->empty + ring->step, lane);
     ring->advance();
   }
 }
@@ -411,7 +411,7 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
       if (!has_unit || in_item >= plan.item_slices) {
         for (int i = 0; i < steps; ++i) {
           wait_for_phase(ring.full + ring.step, ring.parity);
-          if (lane == 0) arrive(ring.empty + ring.step);
+          arrive_warp(ring.empty + ring.step, lane);
           ring.advance();
         }
         continue;

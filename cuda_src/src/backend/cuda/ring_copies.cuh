@@ -37,6 +37,18 @@ __device__ __forceinline__ void arrive(uint64_t *barrier) {
 #endif
 }
 
+// Of a warp, after __syncwarp(): one arrival stands for all lanes, because what they read and wrote
+// comes before it. racecheck counts for a thread what it did itself and nothing else, so in a build
+// for it (XLLM_RACECHECK) every lane arrives.
+#ifdef XLLM_RACECHECK
+constexpr int kWarpArrivals = kWarp;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+__device__ __forceinline__ void arrive_warp(uint64_t *barrier, int lane) {
+  if (lane < kWarpArrivals) arrive(barrier);
+}
+
 // Until the phase of this parity is complete: 0 for the first, then 1, 0, ...
 __device__ __forceinline__ void wait_for_phase(uint64_t *barrier, uint32_t parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

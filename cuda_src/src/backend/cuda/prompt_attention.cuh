@@ -1,0 +1,257 @@
+// Attention of consecutive rows of one sequence, for prompts: a tile of rows shares every key and
+// value that passes through shared memory. Each row gets the bytes that attention.cuh gives it.
+//
+// The 32 columns of a product are rows x query heads of one kv head: 8 rows of a group of 4. A
+// column is computed as a head of attention.cuh is, and what happens in one does not touch another:
+// the same rounds of 256 keys from the same split boundaries (all rows of a tile cut their keys
+// alike: prompt_tiles.h), the same order of products. Keys past a row's own weigh nothing, and
+// adding nothing changes no sum.
+//
+// Each key and value is read once per tile and kv head, in place of once per row; bound by L2 and
+// by the tensor cores about alike. No windows: they begin at other keys in every row.
+//   shared  prompt_warp_bytes of each warp: depth slots of kv_stream.cuh; then its sums
+#pragma once
+
+#include "backend/cuda/attention.cuh"
+#include "backend/cuda/prompt_tile.cuh"
+
+namespace xllm {
+namespace cuda {
+
+XLLM_HOST_DEVICE constexpr int prompt_warp_bytes(int head_dim, int depth) {
+  const int slots = depth * slot_bytes(head_dim, 1), sums = kPromptGroups * kChannels * 8 * 4;
+  return slots > sums ? slots : sums;
+}
+XLLM_HOST_DEVICE constexpr int prompt_shared_bytes(int head_dim, int depth) {
+  return kAttentionWarps * prompt_warp_bytes(head_dim, depth);
+}
+XLLM_HOST_DEVICE constexpr int prompt_static_bytes(int head_dim) {
+  return kPromptColumns * ((head_dim + 31) / 32 * 32 + 8) * 2 +
+         kPromptColumns * (2 * kAttentionWarps + 1) * 4 + kPromptGroups * kRoundKeys * 16 + 64;
+}
+
+// Grid: x splits, y kv heads, z tiles args.first_tile + z. Keys and values of the rows are in the
+// cache.
+template <int kHeadDim, int kDepth>
+__global__ void __launch_bounds__(kAttentionThreads, 1)
+    prompt_attention_kernel(const __grid_constant__ AttentionArgs args) {
+  using Stream = KvStream<kHeadDim, 1, kDepth>;
+  constexpr int kGroups = kPromptGroups;
+  constexpr int kSteps = kHeadDim / 16;
+  constexpr int kStride = (kHeadDim + 31) / 32 * 32 + 8;  // of f16 rows in shared memory
+  constexpr int kWarpBytes = prompt_warp_bytes(kHeadDim, kDepth);
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ __align__(16) __half queries[kPromptColumns][kStride];
+  __shared__ __align__(16) float largest[kPromptColumns][kAttentionWarps];
+  __shared__ __align__(16) __half weights[kGroups][kRoundKeys][8];
+  __shared__ __align__(16) float total[Stream::kParts][kPromptColumns];  // sums of weights
+  __shared__ int ends[kPromptColumns];  // where the keys of a column's row end
+  let_next_kernel_start();
+
+  // The batch was there before the step's first kernel.
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const int warp = static_cast<int>(threadIdx.x) >> 5;
+  const int g = lane >> 2, t = lane & 3;
+  const int tile_index = args.first_tile + static_cast<int>(blockIdx.z);
+  const PromptTile tile = unpack_tile(args.tiles[tile_index]);
+  const int position = args.positions[tile.first_row];
+  const int split = static_cast<int>(blockIdx.x);
+  // Of the first row and of the last: the longest.
+  const SplitRange first = split_range(args, position, split);
+  const SplitRange last = split_range(args, position + tile.num_rows - 1, split);
+  if (split >= last.count) {
+    wait_for_previous_kernel();
+    return;
+  }
+  const int kv_head = static_cast<int>(blockIdx.y);
+  const int first_head = kv_head * args.group_size;
+  const int num_columns = tile.num_rows * args.group_size;
+
+  Stream stream(args);
+  stream.table_start = args.row_tables[tile.first_row];
+  stream.slots = shared + warp * kWarpBytes;
+  stream.kv_head = kv_head;
+  stream.warp = warp;
+  stream.lane = lane;
+  stream.end = stream.cached_end = last.end;
+  wait_for_previous_kernel();
+  stream.template fetch<0>(last.begin);
+  stream.template fetch<1>(last.begin);
+  if (kDepth >= 4) {
+    stream.template fetch<2>(last.begin);
+    stream.template fetch<3>(last.begin);
+  }
+  if (threadIdx.x < kPromptColumns) {
+    const int row = min(static_cast<int>(threadIdx.x) / args.group_size, tile.num_rows - 1);
+    ends[threadIdx.x] = min(first.context + row, last.end);
+  }
+  constexpr int kPieces = kHeadDim / 8;
+  for (int i = static_cast<int>(threadIdx.x); i < num_columns * kPieces; i += kAttentionThreads) {
+    const int column = i / kPieces, row = column / args.group_size;
+    const int64_t head = static_cast<int64_t>(tile.first_row + row) * args.num_heads + first_head +
+                         column - row * args.group_size;
+    *reinterpret_cast<uint4 *>(queries[column] + i % kPieces * 8) =
+        *reinterpret_cast<const uint4 *>(args.q + head * kHeadDim + i % kPieces * 8);
+  }
+  __syncthreads();
+
+  AttentionState<kGroups> state = {};
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) state.m[n][0] = state.m[n][1] = negative_infinity();
+  const int inner_end = min(first.context, last.end);  // keys that all rows attend to
+#pragma unroll 1
+  for (int round = last.begin; round < last.end; round += kRoundKeys) {
+    // The warp's two tiles at once: queries are loaded for both.
+    // note: rows of `queries` without a head hold anything; they are columns of their own, unused.
+    float s[2][kGroups][2][4] = {};
+    wait_for_copies<kDepth - 2>();
+    __syncwarp();
+    {
+      uint32_t b[kGroups][4];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t a[2][4];
+        stream.key_operand(stream.template slot<0>(), step, a[0]);
+        stream.key_operand(stream.template slot<1>(), step, a[1]);
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+          if (step % 2 == 0)
+            load_matrices(b[n], queries[8 * n + (lane & 7)] + 16 * step + (lane >> 3) * 8);
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            mma_f16_k16(s[i][n][step & 1], a[i], b[n][2 * (step & 1)], b[n][2 * (step & 1) + 1]);
+        }
+      }
+    }
+    __syncwarp();
+    stream.template fetch<0 + kDepth>(round);
+    stream.template fetch<1 + kDepth>(round);
+    float x[2][kGroups][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = round + kKeyTile * (kAttentionWarps * i + warp);
+      const bool is_inner = key + kKeyTile <= inner_end;
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[i][n][j] = __fmul_rn(__fadd_rn(s[i][n][0][j], s[i][n][1][j]), args.scale);
+          if (!is_inner && key + g + 8 * (j >> 1) >= ends[8 * n + 2 * t + (j & 1)])
+            x[i][n][j] = negative_infinity();
+        }
+      }
+    }
+    softmax_round<kGroups>(x, largest, warp, round == last.begin, &state);
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = kKeyTile * (kAttentionWarps * (i >> 1) + warp) + 8 * (i & 1) + g;
+        const float *e = &x[i >> 1][n][2 * (i & 1)];
+        *reinterpret_cast<uint32_t *>(&weights[n][key][2 * t]) = half_pair(e[0], e[1]);
+      }
+    }
+    __syncthreads();
+
+    const auto add_values = [&](int half, const uint8_t *values) {
+      const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+      for (int i = 0; i < Stream::kHalfParts; ++i, values += Stream::kTileBytes) {
+        const int key = kKeyTile * stream.value_tile(half, i);
+        uint32_t p[kGroups][2];
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+          load_two_matrices_transposed(p[n], weights[n][key + (lane & 15)]);
+          mma_f16_k16(state.ones[n], ones, p[n][0], p[n][1]);
+        }
+#pragma unroll
+        for (int step = 0; step < kChannelSteps; ++step) {
+          if (kHeadDim % kChannels != 0 && stream.first_channel() + 16 * step >= kHeadDim) break;
+          uint32_t a[4];
+          stream.value_operand(values, step, a);
+#pragma unroll
+          for (int n = 0; n < kGroups; ++n) mma_f16_k16(state.out[n][step], a, p[n][0], p[n][1]);
+        }
+      }
+      __syncwarp();
+    };
+    stream.wait();
+    add_values(0, stream.template slot<2>());
+    if (round + kHalfTiles * kKeyTile >= last.end) break;
+    stream.template fetch<2 + kDepth>(round);
+    stream.wait();
+    add_values(1, stream.template slot<3>());
+    stream.template fetch<3 + kDepth>(round);
+  }
+  wait_for_copies<0>();
+  __syncwarp();
+
+  // The parts of a group of channels together, as in attention.cuh.
+  float *sums = reinterpret_cast<float *>(stream.slots);
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+    for (int step = 0; step < kChannelSteps; ++step) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        reinterpret_cast<float2 *>(sums)[((n * kChannelSteps + step) * 2 + k) * kWarp + lane] =
+            make_float2(state.out[n][step][2 * k], state.out[n][step][2 * k + 1]);
+      }
+    }
+    if (g == 0 && warp < Stream::kParts) {
+      total[warp][8 * n + 2 * t] = state.ones[n][0];
+      total[warp][8 * n + 2 * t + 1] = state.ones[n][1];
+    }
+  }
+  __syncthreads();
+  const float *group_sums = sums - stream.part() * (kWarpBytes / 4);
+  const int local_row = tile.first_row - args.first_row;
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * n + 2 * t + i, row = column / args.group_size;
+      const int count = split_range(args, position + row, split).count;
+      if (column >= num_columns || split >= count) continue;
+      const int head = first_head + column - row * args.group_size;
+      const int64_t entry =
+          (static_cast<int64_t>(local_row + row) * args.num_heads + head) * gridDim.x + split;
+      float sum = total[0][column];
+#pragma unroll
+      for (int p = 1; p < Stream::kParts; ++p) sum = __fadd_rn(sum, total[p][column]);
+      float *to = args.partial_out + entry * kHeadDim, factor = 1.0f;
+      if (count == 1) {
+        to = args.out +
+             (static_cast<int64_t>(tile.first_row + row) * args.num_heads + head) * kHeadDim;
+        factor = inverse_of(sum);
+      } else if (warp == 0 && g == 0) {
+        args.partial_stats[entry] = make_float2(state.m[n][i], sum);
+      }
+#pragma unroll
+      for (int k = 0; k < 2 * kChannelSteps / Stream::kParts; ++k) {
+        const int eighth = stream.part() + Stream::kParts * k;  // of the 64 channels
+        const int channel = stream.first_channel() + 8 * eighth + g;
+        if (kHeadDim % kChannels != 0 && channel >= kHeadDim) break;
+        const float *from = group_sums + ((n * 2 * kChannelSteps + eighth) * kWarp + lane) * 2 + i;
+        float y = from[0];
+#pragma unroll
+        for (int p = 1; p < Stream::kParts; ++p) y = __fadd_rn(y, from[p * (kWarpBytes / 4)]);
+        to[channel] = __fmul_rn(y, factor);
+      }
+    }
+  }
+  if (last.count == 1) return;
+  if (!is_last_arriver(args.counters + static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y,
+                       last.count))
+    return;
+  for (int row = 0; row < tile.num_rows; ++row) {
+    const SplitRange range = split_range(args, position + row, split);
+    if (range.count == 1) continue;
+    merge_splits<kAttentionThreads>(args, local_row + row, first_head, args.group_size, range,
+                                    reinterpret_cast<float *>(shared));
+    __syncthreads();
+  }
+}
+
+}  // namespace cuda
+}  // namespace xllm

@@ -1,0 +1,19 @@
+// Attention of the rows of prompts in tiles (prompt_attention.cuh).
+#pragma once
+
+#include "backend/cuda/attention_args.cuh"
+#include "backend/cuda/launch.h"
+
+namespace xllm::cuda {
+
+// Opts the kernels in to the shared memory they use; once per device.
+void prepare_prompt_attention(const Device &device);
+
+// False: every row takes the kernel of attention.cuh. The cache is one that it takes.
+bool has_prompt_attention(const Device &device, int head_dim);
+
+// Rows of `num_tiles` tiles from args.first_tile on, whose contexts have at most num_splits splits.
+void prompt_attention(const Launch &launch, const AttentionArgs &args, int num_splits,
+                      int num_tiles);
+
+}  // namespace xllm::cuda
