@@ -28,8 +28,9 @@ std::vector<std::string> split(const std::string &text) {
 
 int main(int argc, char **argv) {
   using xllm::check::Report;
-  std::vector<std::string> parts = {"repack", "rows",      "matmul",     "sample",    "graphs",
-                                    "stages", "attention", "invariance", "bandwidth", "sampler", "decode"};
+  std::vector<std::string> parts = {"repack",    "rows",    "matmul",    "sample",
+                                    "graphs",    "stages",  "attention", "invariance",
+                                    "bandwidth", "sampler", "decode"};
   xllm::check::Options options;
   Report report;
   std::string json;
