@@ -11,10 +11,14 @@ On a machine that is busy otherwise, two threads that wait for one another at ba
 and llama.cpp, which spins there, most: such ratios flatter. `--threads 1 --cpu-time` compares tokens per second of the
 process's CPU time instead, which waiting for a core does not change.
 
-* decode    every sequence has `--depth` tokens behind it and is extended by `--steps` (xLLM's by up to four more for
-            each further sequence, since they do not begin in the same step). xLLM's steps are whole ones,
-            sampler and event queue included; llama.cpp computes the logits of given tokens and nothing else.
+* decode    every sequence has `--depth` tokens behind it and is extended by `--steps`. xLLM's do not begin in the same
+            step: those that came first go on until the last one decodes too, which makes them a little deeper, and
+            then all are measured. xLLM's steps are whole ones, sampler and event queue included; llama.cpp computes
+            the logits of given tokens and nothing else.
 * prefill   one prompt of 512 tokens that no cache knows, up to its first token (llama.cpp: its last logits).
+
+Beside one sequence's decode stands which share of the machine's read bandwidth xLLM's steps reach, weights, keys and
+values together; the bandwidth is measured as `xllm bench` does, with as many threads.
 """
 
 from __future__ import annotations
@@ -31,13 +35,14 @@ from typing import Any
 from bench import machine
 from bench.llama_cpp import LlamaCpp
 from cyengine import Engine, EngineConfig, FinishedEvent, Request, TokenEvent
+from xllm_service.cli.benchmark.bandwidth import read_bandwidth
 
 PREFILL = 512
 #: Between two runs: the peer's threads go on spinning for a while.
 PAUSE_S = 0.2
-#: Steps that a further sequence may begin later than the one before it: what the prefix cache has not kept of its
-#: prompt is computed beside those that decode already.
-STAGGER = 4
+#: Steps that the first sequence may have done when the last one begins. What the prefix cache has not kept of a prompt
+#: is computed beside those that decode already, a few rows a step where the gap between two tokens is bound.
+LEAD = 256
 
 Cell = dict[str, Any]
 
@@ -90,7 +95,7 @@ class Ours:
     def __init__(self, args: argparse.Namespace, batches: list[int], vocab_size: int) -> None:
         """Run every prompt once."""
         num_slots = max([*batches, 1])
-        length = max(args.depth + args.steps + STAGGER * num_slots + 2, PREFILL + 2)
+        length = max(args.depth + LEAD + args.steps + 2, PREFILL + 2)
         config = EngineConfig(
             num_threads=args.threads,
             max_slots=num_slots,
@@ -101,6 +106,12 @@ class Ours:
         )
         self.engine = Engine(args.model, config)
         self._steps, self._random, self._vocab_size = args.steps, random.Random(2), vocab_size
+        sizes = {tensor.name: tensor.size_bytes for tensor in self.engine.model.tensors()}
+        if "output.weight" in sizes:  # an embedding that is not the head too is read row by row
+            sizes.pop("token_embd.weight")
+        kv_bytes = (args.depth + args.steps // 2) * self.engine.info.plan.kv_bytes_per_token
+        #: What a step of one sequence reads.
+        self.step_bytes = sum(sizes.values()) + kv_bytes
         self._prompts = [self._prompt(args.depth) for _ in range(num_slots)]
         if batches:
             self.decode(num_slots)
@@ -108,34 +119,44 @@ class Ours:
     def _prompt(self, length: int) -> list[int]:
         return [self._random.randrange(300, self._vocab_size - 300) for _ in range(length)]
 
-    def _run(self, prompts: list[list[int]], num_tokens: int) -> list[list[float]]:
-        """Return when each token of each prompt came."""
+    def _run(self, prompts: list[list[int]], num_tokens: int, num_together: int) -> list[list[float]]:
+        """Return when each token of each prompt came.
+
+        All end once `num_together` came of each while all decoded; 0: each goes on to its end.
+        Raises RuntimeError where one of them has had its `num_tokens` before.
+        """
         requests = [Request(prompt=prompt, max_tokens=num_tokens, ignore_eos=True) for prompt in prompts]
         times: dict[int, list[float]] = {self.engine.submit(request): [] for request in requests}
         live = set(times)
+        is_enough = num_together == 0
         while live:
             for event in self.engine.take_events(timeout_s=600):
                 if isinstance(event, TokenEvent):
                     times[event.request_id].append(clock())
                 elif isinstance(event, FinishedEvent):
                     live.discard(event.request_id)
+                    if not is_enough:
+                        raise RuntimeError(f"a sequence had {num_tokens} tokens before all decoded together")
+            if not is_enough and all(times.values()):
+                started = max(t[0] for t in times.values())
+                if min(sum(at > started for at in t) for t in times.values()) >= num_together:
+                    is_enough = True
+                    for request_id in live:
+                        self.engine.cancel(request_id)
         return list(times.values())
 
     def decode(self, batch: int) -> float:
         """Return tokens per second of `batch` sequences, while all of them decode."""
-        times = self._run(self._prompts[:batch], self._steps + STAGGER * (batch - 1) + 1)
+        times = self._run(self._prompts[:batch], LEAD + self._steps, self._steps)
         started = max(t[0] for t in times)
         ended = min(t[-1] for t in times)
-        count = sum(started < at <= ended for t in times for at in t)
-        if count < batch * self._steps // 2:
-            raise RuntimeError(f"{batch} sequences decoded together for {count} tokens only")
-        return count / (ended - started)
+        return sum(started < at <= ended for t in times for at in t) / (ended - started)
 
     def prefill(self) -> float:
         """Return tokens per second of one prompt, from its submission to its first token."""
         prompt = self._prompt(PREFILL)
         started = clock()
-        return PREFILL / (self._run([prompt], 1)[0][0] - started)
+        return PREFILL / (self._run([prompt], 1, 0)[0][0] - started)
 
 
 def compare(name: str, pairs: int, ours: Callable[[], float], theirs: Callable[[], float]) -> Cell:
@@ -186,9 +207,10 @@ def main() -> None:
     clock = time.process_time if args.cpu_time else time.monotonic
 
     batches = [int(batch) for batch in args.batch.split(",") if batch]
+    bandwidth = read_bandwidth(args.threads)
     peer = Peer(args, batches)
     ours = Ours(args, batches, peer.llama.vocab_size)
-    cells = []
+    cells: list[Cell] = []
     for batch in batches:
         cells.append(
             compare(
@@ -198,6 +220,10 @@ def main() -> None:
                 lambda batch=batch: peer.decode(batch),  # type: ignore[misc]
             )
         )
+        if batch == 1:
+            share = cells[-1]["tokens_per_s"] * ours.step_bytes / bandwidth
+            cells[-1]["read_share"] = round(share, 3)
+            print(f"{'':12} {100 * share:.0f} % of the read bandwidth, {bandwidth / 1e9:.1f} GB/s", flush=True)
     if not args.no_prefill:
         cells.append(compare(f"prefill {PREFILL}", args.prefill_pairs or args.pairs, ours.prefill, peer.prefill))
     document = {
@@ -205,6 +231,7 @@ def main() -> None:
         "model": args.model.name,
         "threads": args.threads,
         "clock": "cpu" if args.cpu_time else "wall",
+        "read_bandwidth": bandwidth,
         "depth": args.depth,
         "steps": args.steps,
         "kernels": ours.engine.info.kernels,

@@ -92,7 +92,6 @@ struct Bench {
     HostAllocator allocator(0);
     Buffer weights(&allocator, tile != nullptr ? interleaved_bytes(rows, row_bytes)
                                                : row_bytes * static_cast<uint64_t>(rows));
-    prefer_large_pages(weights.data<uint8_t>(), weights.size_bytes());
     fill(weights.data<uint8_t>(), weights.size_bytes());
 
     Activations act;

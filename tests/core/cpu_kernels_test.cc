@@ -665,6 +665,64 @@ TEST(AttentionTest, AQueryDoesNotDependOnItsGroup) {
   }
 }
 
+// Keys and values that are taken as the cache has them give what the scalar set makes of the same
+// numbers in f32, whatever lies in the rows beside them.
+TEST(AttentionTest, HalvesInPlaceGiveTheBytesOfATile) {
+  const struct {
+    int lo, hi;
+  } windows[] = {{0, 32}, {3, 29}, {0, 1}, {17, 32}, {5, 16}, {31, 32}, {0, 20}};
+  const Kernels *scalar = all_kernels()[0];
+  for (const Kernels *kernels : all_kernels()) {
+    if (kernels->attend_halves == nullptr) continue;
+    for (const int head_dim : {64, 128, 80, 16}) {
+      for (const auto &window : windows) {
+        const int most = 8, size = cpu::kKeyTile * head_dim;
+        const KvLayout layout = {KvType::kF16, 1, 1, head_dim, cpu::kKeyTile};
+        const std::vector<float> q = random_row(most * head_dim, 2, 1);
+        std::vector<float> rows[2] = {random_row(size, 1, 2), random_row(size, 1, 3)};
+        std::vector<uint16_t> pages[2];
+        for (int i = 0; i < 2; ++i) {
+          pages[i].resize(static_cast<size_t>(size));
+          auto *page = reinterpret_cast<uint8_t *>(pages[i].data());
+          for (int j = 0; j < cpu::kKeyTile; ++j)
+            scalar->store_kv(layout, rows[i].data() + j * head_dim, j, page);
+          scalar->load_kv(layout, page, 0, cpu::kKeyTile, rows[i].data());
+          for (int j = 0; j < cpu::kKeyTile; ++j) {  // NaN outside
+            if (j >= window.lo && j < window.hi) continue;
+            std::fill_n(pages[i].begin() + j * head_dim, head_dim, uint16_t{0x7e00});
+          }
+        }
+        cpu::HalfTile tile;
+        for (int i = 0; i < cpu::kKeyTile / cpu::kTilePiece; ++i) {
+          const int first = i * cpu::kTilePiece;
+          if (first >= window.hi || first + cpu::kTilePiece <= window.lo) continue;
+          tile.k[i] = pages[0].data() + first * head_dim;
+          tile.v[i] = pages[1].data() + first * head_dim;
+        }
+        for (int count = 1; count <= most; ++count) {
+          std::vector<float> expected(q.size(), 0.5f), found = expected;
+          std::vector<cpu::AttentionState> one, other;
+          for (int n = 0; n < count; ++n) {
+            one.push_back({0.1f * static_cast<float>(n), 1, expected.data() + n * head_dim});
+            other.push_back({0.1f * static_cast<float>(n), 1, found.data() + n * head_dim});
+          }
+          scalar->attend_tile(q.data(), count, rows[0].data(), rows[1].data(), head_dim, window.lo,
+                              window.hi, 0.2f, one.data());
+          kernels->attend_halves(q.data(), count, tile, count % 2 ? tile : cpu::HalfTile{},
+                                 head_dim, window.lo, window.hi, 0.2f, other.data());
+          ASSERT_TRUE(same_bytes(expected, found))
+              << kernels->name << " head_dim " << head_dim << " queries " << count << " keys "
+              << window.lo << " to " << window.hi;
+          for (size_t n = 0; n < one.size(); ++n) {
+            ASSERT_EQ(one[n].denominator, other[n].denominator);
+            ASSERT_EQ(one[n].max, other[n].max);
+          }
+        }
+      }
+    }
+  }
+}
+
 // Two parts merged are the whole: softmax over the union of their keys.
 TEST(AttentionTest, MergedPartsAreTheSoftmaxOfTheirUnion) {
   for (const int head_dim : {64, 20}) {

@@ -1,7 +1,8 @@
 // act = Q(softmax(q k^T * scale) v) over each row's cached keys: online softmax (arXiv:1805.02867)
 // over tiles of kKeyTile keys, begun anew every kKeySplit keys and merged in ascending order
 // (arXiv:2311.01282). All boundaries are absolute positions, so a row's additions depend on its
-// position alone. A tile is read from the cache once for all rows and heads of a piece of work.
+// position alone. A tile is read from
+// the cache once for all rows and heads of a piece of work.
 #include <algorithm>
 #include <cmath>
 
@@ -44,13 +45,18 @@ struct Piece {
   int kv_head;
 };
 
+// The block ids of a piece's sequence.
+const int32_t *table_of(const Inputs &in, const Piece &piece) {
+  return in.batch->block_tables.data() +
+         static_cast<size_t>(piece.seq) * static_cast<size_t>(in.batch->max_blocks);
+}
+
 // Keys [lo, hi) of the tile at `start` as f32 rows of k and v, through the block table.
 void load_tile(const Inputs &in, const Piece &piece, int start, int lo, int hi, float *k,
                float *v) {
   const KvView &kv = *in.kv;
   const int block_size = kv.layout.block_size, head_dim = kv.layout.head_dim;
-  const int32_t *table = in.batch->block_tables.data() +
-                         static_cast<size_t>(piece.seq) * static_cast<size_t>(in.batch->max_blocks);
+  const int32_t *table = table_of(in, piece);
   for (int j = lo; j < hi;) {
     const int block = table[(start + j) / block_size], offset = (start + j) % block_size;
     const int count = std::min(hi - j, block_size - offset);
@@ -61,6 +67,25 @@ void load_tile(const Inputs &in, const Piece &piece, int start, int lo, int hi, 
                         v + at);
     j += count;
   }
+}
+
+// The tile at `start` where it lies, as far as keys [first, end) reach into it.
+HalfTile find_tile(const Inputs &in, const Piece &piece, int start, int first, int end) {
+  const KvView &kv = *in.kv;
+  const int block_size = kv.layout.block_size;
+  HalfTile tile;
+  for (int i = 0; i < kKeyTile / kTilePiece; ++i) {
+    const int position = start + i * kTilePiece;
+    if (position >= end || position + kTilePiece <= first) continue;
+    const int block = table_of(in, piece)[position / block_size];
+    const int64_t at = int64_t{position % block_size} * kv.layout.head_dim;
+    const auto rows = [&](const uint8_t *page) {
+      return reinterpret_cast<const uint16_t *>(page) + at;
+    };
+    tile.k[i] = rows(kv.k_page(in.layer, block, piece.kv_head));
+    tile.v[i] = rows(kv.v_page(in.layer, block, piece.kv_head));
+  }
+  return tile;
 }
 
 // The parts of one split: parts[r] holds those of the group's heads for row r, where the row
@@ -80,8 +105,19 @@ void attend_split(const Inputs &in, const Piece &piece, int split, float *const 
   const int last_row = piece.first_row + piece.num_rows - 1;
   const int first = std::max(split * kKeySplit, in.first_key(piece.first_row));
   const int end = std::min((split + 1) * kKeySplit, in.position(last_row) + 1);
+  const KvLayout &layout = in.kv->layout;
+  const bool is_direct = in.kernels->attend_halves != nullptr && layout.type == KvType::kF16 &&
+                         head_dim % 16 == 0 && layout.block_size % kTilePiece == 0;
+  HalfTile tile, next;
   for (int start = first / kKeyTile * kKeyTile; start < end; start += kKeyTile) {
-    load_tile(in, piece, start, std::max(0, first - start), std::min(kKeyTile, end - start), k, v);
+    if (is_direct) {
+      tile = find_tile(in, piece, start, first, end);
+      // Beyond the split as well: most often the next one is this thread's, too.
+      next = find_tile(in, piece, start + kKeyTile, first, in.position(last_row) + 1);
+    } else {
+      load_tile(in, piece, start, std::max(0, first - start), std::min(kKeyTile, end - start), k,
+                v);
+    }
     for (int r = 0; r < piece.num_rows; ++r) {
       const int row = piece.first_row + r;
       const int lo = std::max(0, in.first_key(row) - start);
@@ -92,7 +128,13 @@ void attend_split(const Inputs &in, const Piece &piece, int split, float *const 
         const float *q = in.ws->q(row) + int64_t{piece.kv_head * group + h} * head_dim;
         AttentionState states[kQueryGroup];
         for (int i = 0; i < count; ++i) states[i] = in.part(parts[r] + (h + i) * stride);
-        in.kernels->attend_tile(q, count, k, v, head_dim, lo, hi, in.dims->attention_scale, states);
+        const float scale = in.dims->attention_scale;
+        if (is_direct) {
+          in.kernels->attend_halves(q, count, tile, next, head_dim, lo, hi, scale, states);
+          next = {};  // asked for already
+        } else {
+          in.kernels->attend_tile(q, count, k, v, head_dim, lo, hi, scale, states);
+        }
         for (int i = 0; i < count; ++i) in.keep(states[i]);
       }
     }

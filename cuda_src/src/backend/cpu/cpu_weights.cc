@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "backend/cpu/dequant.h"
-#include "backend/cpu/host_memory.h"
 #include "backend/cpu/interleave.h"
 #include "base/thread_pool.h"
 
@@ -11,6 +10,7 @@ namespace xllm::cpu {
 namespace {
 
 constexpr uint64_t kPieceBytes = 2 << 20;  // of a tensor, as in the file
+constexpr uint64_t kCopyAlignment = 256;
 
 // What a matrix is copied to; f32 tensors serve both forms where they lie.
 enum class Copy { kNone, kInterleaved, kF32 };
@@ -26,10 +26,12 @@ uint64_t f32_bytes(const MatrixView &tensor) {
   return static_cast<uint64_t>(tensor.rows) * static_cast<uint64_t>(tensor.cols) * sizeof(float);
 }
 
+// Whole cache lines and more: copies lie one after the other.
 uint64_t copy_bytes(const MatrixView &tensor, Copy copy) {
   if (copy == Copy::kNone) return 0;
-  return copy == Copy::kF32 ? f32_bytes(tensor)
-                            : interleaved_bytes(tensor.rows, tensor.row_bytes());
+  const uint64_t bytes =
+      copy == Copy::kF32 ? f32_bytes(tensor) : interleaved_bytes(tensor.rows, tensor.row_bytes());
+  return (bytes + kCopyAlignment - 1) / kCopyAlignment * kCopyAlignment;
 }
 
 template <typename Visit>
@@ -74,7 +76,7 @@ WeightBytes plan_weight_bytes(const ModelTensors &tensors, WeightForm form,
   return bytes;
 }
 
-Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool,
+Matrix CpuWeights::take_matrix(const MatrixView &tensor, ThreadPool *pool,
                                const std::function<void(uint64_t)> &rows_done) {
   Matrix matrix;
   matrix.dtype = tensor.dtype;
@@ -88,9 +90,8 @@ Matrix CpuWeights::take_matrix(const MatrixView &tensor, Allocator *allocator, T
     return matrix;
   }
 
-  copies_.emplace_back(allocator, copy_bytes(tensor, copy));
-  auto *to = copies_.back().data<uint8_t>();
-  prefer_large_pages(to, copy_bytes(tensor, copy));
+  auto *to = copies_.data<uint8_t>() + copied_bytes_;
+  copied_bytes_ += copy_bytes(tensor, copy);
   size_bytes_ += copy_bytes(tensor, copy);
   matrix.data = to;
   matrix.is_interleaved = copy == Copy::kInterleaved;
@@ -136,10 +137,15 @@ CpuWeights::CpuWeights(const ModelDims &dims, const ModelTensors &tensors, Weigh
                        const Kernels &kernels, Allocator *allocator, ThreadPool *pool,
                        const std::function<void(uint64_t, uint64_t)> &progress)
     : dims_(dims), form_(form), kernels_(&kernels), embedding_(tensors.embedding) {
-  uint64_t total = 0, done = 0;
-  for_each_matrix(tensors, [&](const MatrixView &tensor) { total += tensor.size_bytes(); });
+  uint64_t total = 0, done = 0, copied = 0;
+  for_each_matrix(tensors, [&](const MatrixView &tensor) {
+    total += tensor.size_bytes();
+    copied += copy_bytes(tensor, copy_of(tensor, form, kernels));
+  });
+  // In one piece: on its own, what a tensor has beyond whole large pages would lie in small ones.
+  if (copied > 0) copies_ = Buffer(allocator, copied);
   const auto take = [&](const MatrixView &tensor) {
-    return take_matrix(tensor, allocator, pool, [&](uint64_t bytes) {
+    return take_matrix(tensor, pool, [&](uint64_t bytes) {
       done += bytes;
       if (progress) progress(done, total);
     });

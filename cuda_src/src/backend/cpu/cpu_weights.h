@@ -63,7 +63,7 @@ class CpuWeights : public WeightSet {
 
  private:
   // rows_done: called with the bytes, as in the file, of each piece that is ready.
-  Matrix take_matrix(const MatrixView &tensor, Allocator *allocator, ThreadPool *pool,
+  Matrix take_matrix(const MatrixView &tensor, ThreadPool *pool,
                      const std::function<void(uint64_t)> &rows_done);
   Vector take_vector(const MatrixView &tensor);
 
@@ -74,7 +74,8 @@ class CpuWeights : public WeightSet {
   std::vector<Layer> layers_;
   Vector output_norm_;
   Matrix head_;
-  std::vector<Buffer> copies_;
+  Buffer copies_;  // of all matrices, in the order of the layers
+  uint64_t copied_bytes_ = 0;
   uint64_t size_bytes_ = 0;
 };
 

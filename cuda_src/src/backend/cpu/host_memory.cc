@@ -42,6 +42,9 @@ void *HostAllocator::allocate(uint64_t size_bytes) {
     memory = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) memory = nullptr;
+    // Weights, keys and values are read in streams, which small pages make wait for address
+    // translation. No effect where the system has no large ones.
+    if (memory != nullptr) madvise(memory, size_bytes, MADV_HUGEPAGE);
   } else {
     memory = std::aligned_alloc(kAlignment, padded(size_bytes == 0 ? 1 : size_bytes));
   }
@@ -60,10 +63,6 @@ void HostAllocator::free(void *memory, uint64_t size_bytes) noexcept {
     std::free(memory);
   }
   used_bytes_.fetch_sub(size_bytes);
-}
-
-void prefer_large_pages(void *memory, uint64_t size_bytes) noexcept {
-  if (size_bytes >= kMapFrom) madvise(memory, size_bytes, MADV_HUGEPAGE);
 }
 
 }  // namespace xllm::cpu

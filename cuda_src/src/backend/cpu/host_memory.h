@@ -8,9 +8,9 @@
 
 namespace xllm::cpu {
 
-// Blocks of whole pages come from the system untouched and unreserved, so that a large pool costs
-// nothing until it is used; small ones from the heap. All aligned to 256. Counts what it has handed
-// out and keeps it below a limit.
+// Blocks of whole pages, large ones where the system has them, come from the system untouched and
+// unreserved, so that a large pool costs nothing until it is used; small ones from the heap. All
+// aligned to 256. Counts what it has handed out and keeps it below a limit.
 class HostAllocator : public Allocator {
  public:
   // limit_bytes 0: none of its own.
@@ -26,9 +26,5 @@ class HostAllocator : public Allocator {
   const uint64_t limit_bytes_;
   std::atomic<uint64_t> used_bytes_{0};
 };
-
-// Asks for large pages where memory will be read from end to end, as weights are: a stream through
-// small ones waits for address translation. No effect where the system has none.
-void prefer_large_pages(void *memory, uint64_t size_bytes) noexcept;
 
 }  // namespace xllm::cpu

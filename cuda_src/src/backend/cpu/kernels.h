@@ -66,6 +66,14 @@ struct AttentionState {
   float *out;  // [head_dim]
 };
 
+// A tile's keys and values as an f16 cache holds them whose blocks are whole pieces of kTilePiece
+// rows [head_dim]. Null: not there, or not wanted.
+constexpr int kTilePiece = 16;
+struct HalfTile {
+  const uint16_t *k[kKeyTile / kTilePiece] = {};
+  const uint16_t *v[kKeyTile / kTilePiece] = {};
+};
+
 struct Kernels {
   const char *name;
 
@@ -114,6 +122,12 @@ struct Kernels {
   // out = fma(p, v, out), keys ascending.
   void (*attend_tile)(const float *q, int num_queries, const float *k, const float *v, int head_dim,
                       int lo, int hi, float scale, AttentionState *states);
+
+  // The same from f16 keys and values where they lie, head_dim a multiple of 16; rows outside
+  // [lo, hi) may hold anything. `next` is the tile that will follow and may be fetched meanwhile.
+  // Null for a set that attends to f32 tiles alone.
+  void (*attend_halves)(const float *q, int num_queries, const HalfTile &tile, const HalfTile &next,
+                        int head_dim, int lo, int hi, float scale, AttentionState *states);
 
   // Adds the part `from`, of later keys, to `into`: M = max of both, a = exp(into.max - M),
   // b = exp(from.max - M), denominator = fma(denominator, a, from.denominator * b), out likewise.

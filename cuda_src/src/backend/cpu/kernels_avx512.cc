@@ -15,6 +15,7 @@ Kernels make_kernels() {
   for (uint32_t type = 0; type < 32; ++type)
     k.tiles[type] = avx512_tile_dot(static_cast<DType>(type));
   k.attend_tile = avx512_attend_tile;
+  k.attend_halves = avx512_attend_halves;
   return k;
 }
 

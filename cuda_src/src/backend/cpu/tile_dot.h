@@ -4,6 +4,8 @@
 //
 // V: I and F, kRows lanes of i32 and f32; loads, shifts and conversions of the usual names; and
 //   dot<kCodes, N>(w, a, start)   start + the dots of N words of codes with 4 N activations at a
+//   kTogether                     the dots of a group go side by side, word by word, in
+//                                 dots<N, T>(w, a, sums), a [T][32]; else one after the other
 //
 // Index symbols: t token, b quant block, s 32 elements of a super-block, g word of four elements.
 // Bound: at few tokens the memory's bandwidth, above the multiply ports (eight byte products, and
@@ -73,6 +75,25 @@ inline typename V::I fifth_bits(typename V::I x) {
   const typename V::I at4 = kBit < 4 ? V::template shift_left<(4 - kBit) & 7>(x)
                                      : V::template shift_right<(kBit - 4) & 7>(x);
   return V::band(at4, V::set1(0x10101010));
+}
+
+// use(t, start(t) + the dots of N words of codes with the activations at q[t][first]) for each of a
+// group. A chain of dependent products is several times longer than what a core looks ahead, so
+// that side by side they are faster; it takes a register for each.
+template <typename V, Codes kCodes, int N, int T, typename Start, typename Use>
+inline void for_each_dot(const typename V::I *w, const int8_t (*q)[32], int first,
+                         const Start &start, const Use &use) {
+  if constexpr (V::kTogether) {
+    typename V::I sums[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) sums[t] = start(t);
+    V::template dots<N, T>(w, &q[0][first], sums);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) use(t, sums[t]);
+  } else {
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) use(t, V::template dot<kCodes, N>(w, q[t] + first, start(t)));
+  }
 }
 
 // 16 bytes of nibbles from word `first` on: elements 0 to 15 low, 16 to 31 high.
@@ -179,14 +200,14 @@ struct TilePlain {
     } else {
       d = tile.half();
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      I start = V::set1(0);
-      if constexpr (kOffset != 0) start = start_of<V, kOffset>(act.whole[t]);
-      const I sum = V::template dot<Type::kCodes, 8>(w, act.q[t], start);
+    const auto start = [&](int t) {
+      if constexpr (kOffset != 0) return start_of<V, kOffset>(act.whole[t]);
+      return V::set1(0);
+    };
+    for_each_dot<V, Type::kCodes, 8, T>(w, act.q, 0, start, [&](int t, I sum) {
       acc[t] = V::fma(V::mul(d, V::set1_float(act.d[t])), V::to_float(sum), acc[t]);
       if (Type::kHasMin) acc[t] = V::fma(m, V::set1_float(act.ds[t]), acc[t]);
-    }
+    });
   }
 };
 
@@ -268,35 +289,53 @@ struct TileK4 {
 
   template <int s>
   static void add_sub_block(const Tile<V> &tile, const TileScalesK4<V> &scales,
-                            const PackedBlock<T> *acts, int b, F inner[T], F least[T]) {
+                            const PackedBlock<T> *acts, int b, F inner[T]) {
     const PackedBlock<T> &act = acts[8 * b + s];
     fetch_ahead<kBytes, T, 2, s, 8>(tile);
     I w[8];
     Type::template codes<V, s>(tile, w);
-    const F scale = scales.template scale_of<s>(), min = scales.template min_of<s>();
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const I sum = V::template dot<Type::kCodes, 8>(w, act.q[t], V::set1(0));
-      inner[t] = V::fma(V::set1_float(act.d[t]), V::mul(V::to_float(sum), scale), inner[t]);
-      least[t] = V::fma(V::set1_float(act.ds[t]), min, least[t]);
-    }
+    const F scale = scales.template scale_of<s>();
+    for_each_dot<V, Type::kCodes, 8, T>(
+        w, act.q, 0, [](int) { return V::set1(0); },
+        [&](int t, I sum) {
+          inner[t] = V::fma(V::set1_float(act.d[t]), V::mul(V::to_float(sum), scale), inner[t]);
+        });
   }
 
+  template <int s>
+  static void add_min(const TileScalesK4<V> &scales, const PackedBlock<T> *acts, int b,
+                      F least[T]) {
+    const F min = scales.template min_of<s>();
+    for (int t = 0; t < T; ++t)
+      least[t] = V::fma(V::set1_float(acts[8 * b + s].ds[t]), min, least[t]);
+  }
+
+  // The mins come last, so that they take no registers before.
   void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {
     const TileScalesK4<V> scales(tile);
-    F inner[T], least[T];
-    for (int t = 0; t < T; ++t) inner[t] = least[t] = V::zero();
-    add_sub_block<0>(tile, scales, acts, b, inner, least);
-    add_sub_block<1>(tile, scales, acts, b, inner, least);
-    add_sub_block<2>(tile, scales, acts, b, inner, least);
-    add_sub_block<3>(tile, scales, acts, b, inner, least);
-    add_sub_block<4>(tile, scales, acts, b, inner, least);
-    add_sub_block<5>(tile, scales, acts, b, inner, least);
-    add_sub_block<6>(tile, scales, acts, b, inner, least);
-    add_sub_block<7>(tile, scales, acts, b, inner, least);
+    F inner[T];
+    for (int t = 0; t < T; ++t) inner[t] = V::zero();
+    add_sub_block<0>(tile, scales, acts, b, inner);
+    add_sub_block<1>(tile, scales, acts, b, inner);
+    add_sub_block<2>(tile, scales, acts, b, inner);
+    add_sub_block<3>(tile, scales, acts, b, inner);
+    add_sub_block<4>(tile, scales, acts, b, inner);
+    add_sub_block<5>(tile, scales, acts, b, inner);
+    add_sub_block<6>(tile, scales, acts, b, inner);
+    add_sub_block<7>(tile, scales, acts, b, inner);
     const F d = tile.low_half(0), dmin = tile.high_half(0);
-    for (int t = 0; t < T; ++t)
-      acc[t] = V::negated_fma(dmin, least[t], V::fma(d, inner[t], acc[t]));
+    for (int t = 0; t < T; ++t) acc[t] = V::fma(d, inner[t], acc[t]);
+    F least[T];
+    for (int t = 0; t < T; ++t) least[t] = V::zero();
+    add_min<0>(scales, acts, b, least);
+    add_min<1>(scales, acts, b, least);
+    add_min<2>(scales, acts, b, least);
+    add_min<3>(scales, acts, b, least);
+    add_min<4>(scales, acts, b, least);
+    add_min<5>(scales, acts, b, least);
+    add_min<6>(scales, acts, b, least);
+    add_min<7>(scales, acts, b, least);
+    for (int t = 0; t < T; ++t) acc[t] = V::negated_fma(dmin, least[t], acc[t]);
   }
 };
 
@@ -336,16 +375,17 @@ struct TileQ6_K {
     const I scales = tile.word(s / 2);
     const F scale = signed_byte_to_float<V, 2 * (s % 2)>(scales),
             scale2 = signed_byte_to_float<V, 2 * (s % 2) + 1>(scales);
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const int8_t *q = act.q[t];
-      const I first = V::template dot<Codes::k6Bits, 4>(w, q, start_of<V, 32>(act.half[0][t]));
-      const I second =
-          V::template dot<Codes::k6Bits, 4>(w + 4, q + 16, start_of<V, 32>(act.half[1][t]));
-      // Exact: both products and their sum are integers below 2^24.
-      const F sum = V::fma(V::to_float(second), scale2, V::mul(V::to_float(first), scale));
-      inner[t] = V::fma(V::set1_float(act.d[t]), sum, inner[t]);
-    }
+    F first[T];
+    for_each_dot<V, Codes::k6Bits, 4, T>(
+        w, act.q, 0, [&](int t) { return start_of<V, 32>(act.half[0][t]); },
+        [&](int t, I sum) { first[t] = V::mul(V::to_float(sum), scale); });
+    for_each_dot<V, Codes::k6Bits, 4, T>(
+        w + 4, act.q, 16, [&](int t) { return start_of<V, 32>(act.half[1][t]); },
+        [&](int t, I sum) {
+          // Exact: both products and their sum are integers below 2^24.
+          const F both = V::fma(V::to_float(sum), scale2, first[t]);
+          inner[t] = V::fma(V::set1_float(act.d[t]), both, inner[t]);
+        });
   }
 
   void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {

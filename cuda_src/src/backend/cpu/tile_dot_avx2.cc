@@ -14,6 +14,7 @@ struct TileAvx2 {
   static constexpr int kRows = 8;
   static constexpr int kMaxTokens = kAvx2TileRows;  // 16 registers
   static constexpr int kRaised = 0;
+  static constexpr bool kTogether = false;  // sixteen registers
 
   static I load(const uint8_t *p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));

@@ -21,6 +21,7 @@ struct TileAvx512 {
   static constexpr int kMaxTokens = kAvx512TileRows;
   // VNNI multiplies unsigned by signed bytes: int8 codes are raised by this.
   static constexpr int kRaised = 128;
+  static constexpr bool kTogether = true;
 
   static I load(const uint8_t *p) { return _mm512_loadu_si512(p); }
   static F load_halves(const uint8_t *p) {
@@ -62,6 +63,18 @@ struct TileAvx512 {
       start = _mm512_dpbusd_epi32(start, w[g], _mm512_set1_epi32(four));
     }
     return start;
+  }
+  template <int N, int T>
+  static void dots(const I *w, const int8_t *a, I *sums) {
+#pragma GCC unroll 8
+    for (int g = 0; g < N; ++g) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        int four;
+        std::memcpy(&four, a + 32 * t + 4 * g, 4);
+        sums[t] = _mm512_dpbusd_epi32(sums[t], w[g], _mm512_set1_epi32(four));
+      }
+    }
   }
 };
 

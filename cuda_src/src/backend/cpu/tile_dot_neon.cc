@@ -19,7 +19,8 @@ struct TileNeon {
   static constexpr int kRows = 8;
   // 32 registers: sixteen of codes, four sums for each token.
   static constexpr int kMaxTokens = kNeonTileRows;
-  static constexpr int kRaised = 0;  // signed by signed bytes
+  static constexpr int kRaised = 0;         // signed by signed bytes
+  static constexpr bool kTogether = false;  // sixteen registers
 
   static I load(const uint8_t *p) {
     return {vreinterpretq_s32_u8(vld1q_u8(p)), vreinterpretq_s32_u8(vld1q_u8(p + 16))};
