@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -89,6 +90,38 @@ async def test_a_fast_reader_gets_one_token_per_delta(client: AsyncClient, engin
         event = await anext(generation)
         assert (event.message.delta.text, event.message.delta.num_tokens) == (letter, 1)
     generation.close()
+
+
+async def test_several_streams_share_wake_ups_where_the_engine_needs_every_core(
+    serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xllm_service.engine.engine_streams._LEAST_INTERVAL_S", 3600.0)
+    engine.info = replace(engine.info, num_threads=4096)
+    async with serve() as (server, client):
+        streams = [client.generate("x"), client.generate("y")]
+        await eventually(lambda: len(engine.live) == 2)
+        for number, stream in enumerate(streams, 1):
+            engine.accept(number)
+            assert (await anext(stream)).kind == "accepted"
+
+        async def read(number: int) -> tuple[str, int]:
+            delta = (await anext(streams[number - 1])).message.delta
+            return delta.text, delta.num_tokens
+
+        for letter in "abc":  # one alone never waits
+            engine.token(1, letter)
+            assert await read(1) == (letter, 1)
+        for number in (1, 2):
+            engine.token(number, "d")
+        assert [await read(1), await read(2)] == [("d", 1), ("d", 1)]
+        for number in (1, 2, 1):
+            engine.token(number, "e")
+        await client.load()
+        assert engine.num_waiting_events == 3
+        server.served.roster.first.engine._end_rest()
+        assert [await read(1), await read(2)] == [("ee", 2), ("e", 1)]
+        for stream in streams:
+            stream.close()
 
 
 async def test_generate_once_has_the_same_bytes_as_the_stream(client: AsyncClient, engine: FakeEngine) -> None:

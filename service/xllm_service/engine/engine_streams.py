@@ -1,12 +1,15 @@
 """A started engine and the streams of its requests, on an event loop.
 
 A reader on the engine's descriptor wakes up once per step and hands each request's events to its own bounded stream.
+Where the engine computes on every core there is, each wake-up takes from the next step: there several streams share one
+for all the steps of some milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from collections import deque
@@ -37,6 +40,7 @@ from xllm_service.validation import DecodeChoices
 _MAX_BUFFERED_TOKENS = 16384  # of one stream whose client does not read
 _NUM_STEP_SAMPLES = 9  # steps that the typical step time is taken from: some five seconds of work
 _STALLED_AFTER_S = 1.0  # a slot whose client has not read for so long is STALLED
+_LEAST_INTERVAL_S = 0.03  # between two wake-ups for several streams, where each takes time from the engine
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
 
 _log = get_logger("engine")
@@ -74,6 +78,9 @@ class EngineStreams:
         self._constrained: dict[int, Constrained] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
+        takes_all_cores = self.info.device_kind == "cpu" and self.info.num_threads >= len(os.sched_getaffinity(0))
+        self._least_interval_s = _LEAST_INTERVAL_S if takes_all_cores else 0.0
+        self._resting: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._fd, self._dispatch)
         self._watcher = self._loop.create_task(self._watch(), name="xllm-engine-watch")
 
@@ -122,6 +129,8 @@ class EngineStreams:
             return
         self._is_closed = True
         self._loop.remove_reader(self._fd)
+        if self._resting is not None:
+            self._resting.cancel()
         self._watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watcher
@@ -232,6 +241,20 @@ class EngineStreams:
                 stream.put(end, now)
         if decoding:
             self.on_batch(len(decoding))
+        if len(decoding) > 1 and self._least_interval_s and not self._constrained:  # masks are wanted at once
+            self._rest()
+
+    def _rest(self) -> None:
+        """Leave what the next steps bring where it is for a moment."""
+        if self._resting is not None:
+            return
+        self._loop.remove_reader(self._fd)
+        self._resting = self._loop.call_later(self._least_interval_s, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._resting = None
+        self._loop.add_reader(self._fd, self._dispatch)
+        self._dispatch()
 
     def _advance_masks(self, events: Sequence[Event]) -> None:
         """Have the next masks computed, before anything else is done."""
