@@ -4,8 +4,8 @@
 
 Parts: `decode` (step times of batches), `caps` (TTFT of a short prompt, creation time and memory at every cap),
 `limits` (8 GiB in every decode mode), `neighbours` (two engines in one process), `plan` (planned memory beside used),
-`long` (a long prompt under 32 GiB). Models are synthesised into the folder where they are not there yet. A part that
-fails is a row with `error`, and the exit code is 1.
+`long` (a long prompt under 32 GiB), `kv` (the types of keys and values, half as long a prompt). Models are synthesised
+into the folder where they are not there yet. A part that fails is a row with `error`, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from bench.machine import describe
 from bench.synthesize import MIXES, SHAPES, synthesize
 from cyengine import DecodeMode, Engine, EngineConfig, FinishedEvent, Model, Request, Status, TokenEvent, errors
-from cyengine.types import Backend
+from cyengine.types import Backend, KvType
 
 GIB = 1 << 30
 LARGE = ("qwen3-8b", "llama-3-8b")
@@ -246,8 +246,24 @@ def long(bench: Bench) -> Iterator[Row]:
             }  # fmt: skip
 
 
+def kv(bench: Bench) -> Iterator[Row]:
+    """What each type of keys and values costs: bytes, prefill, steps at depth."""
+    for kv_type in (KvType.F16, KvType.INT8, KvType.INT4):
+        n = bench.prompt_tokens // 2
+        config = replace(CUDA, max_slots=1, max_seq_len=n + 256, kv_memory=4 * GIB, kv_type=kv_type)
+        with Engine(bench.model(LARGE[0]), config) as engine:
+            warm_up(engine)
+            run = Timed(engine, [greedy(n, 80)])
+            yield {
+                "part": "kv", "model": LARGE[0], "kv_type": kv_type.name, "prompt_tokens": n,
+                "kv_bytes_per_token": engine.info.plan.kv_bytes_per_token, "ttft_s": run.ttft_ms / 1e3,
+                "step_ms": run.step_ms,
+            }  # fmt: skip
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "decode": decode, "caps": caps, "limits": limits, "neighbours": neighbours, "plan": plan, "long": long,
+    "kv": kv,
 }  # fmt: skip
 
 

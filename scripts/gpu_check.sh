@@ -4,8 +4,8 @@
 # Where .venv holds the package with its CUDA library (./build.sh, or a wheel), the engine is tested and measured too, with cuBLAS for the
 # per-slot mode (pip install xllm[cuda]); XLLM_PYTHON names another Python, `none` leaves it out.
 # OUT_DIR (default build/gpu-results) receives check.json, check.log, bench.json, bench.log, build.log and, where compute-sanitizer is there, sanitizer.log.
-# Environment: XLLM_CUDA_ARCHITECTURES, a CMake list (default 90a-real); XLLM_SANITIZE_S, seconds for each tool of compute-sanitizer
-# (default 60, 0: off). What it finds makes the script fail (86); running out of time does not.
+# Environment: XLLM_CUDA_ARCHITECTURES, a CMake list (default 90a-real); XLLM_SANITIZE_S, seconds for each part under each tool of
+# compute-sanitizer (default 60, 0: off). What it finds makes the script fail (86); running out of time does not.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -45,15 +45,24 @@ fi
 
 limit=${XLLM_SANITIZE_S:-60}
 if [ "$limit" != 0 ] && command -v compute-sanitizer > /dev/null; then
+  : > "$out/sanitizer.log"
   for tool in memcheck racecheck; do
-    echo "== $tool" >> "$out/sanitizer.log"
-    parts=graphs,stages  # the models of invariance take racecheck many minutes
-    if [ $tool = memcheck ]; then parts=rows,sample,graphs,stages,invariance; fi
-    timeout "$limit" compute-sanitizer --tool $tool --error-exitcode 86 $build/cuda_backend_check --parts $parts --quick >> "$out/sanitizer.log" 2>&1
-    result=$?
-    echo "$tool: status $result ($(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/sanitizer.log" | tail -n 1))"
-    # 124: out of time, which says nothing about what was not reached.
-    if [ "$result" != 0 ] && [ "$result" != 124 ]; then status=$result; fi
+    program=$build/cuda_backend_check
+    if [ $tool = racecheck ]; then
+      program=$build-racecheck/cuda_backend_check
+      { cmake -S tests/gpu -B $build-racecheck "${generator[@]}" -DXLLM_RACECHECK=ON \
+          "-DXLLM_CUDA_ARCHITECTURES=${XLLM_CUDA_ARCHITECTURES:-90a-real}" &&
+        cmake --build $build-racecheck --parallel "$(nproc)"; } >> "$out/build.log" 2>&1 || { tail -n 60 "$out/build.log"; exit 1; }
+    fi
+    for part in repack rows matmul sample graphs stages attention; do
+      start=$SECONDS
+      echo "== $tool $part" >> "$out/sanitizer.log"
+      timeout "$limit" compute-sanitizer --tool $tool --error-exitcode 86 $program --parts $part --tiny >> "$out/sanitizer.log" 2>&1
+      result=$?
+      echo "$tool $part: $((SECONDS - start)) s, status $result ($(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$out/sanitizer.log" | tail -n 1))"
+      # 124: out of time, which says nothing about what was not reached.
+      if [ "$result" != 0 ] && [ "$result" != 124 ]; then status=$result; fi
+    done
   done
 fi
 exit "$status"

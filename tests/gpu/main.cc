@@ -76,7 +76,7 @@ int main(int argc, char **argv) {
       if (part == "repack") xllm::check::check_repack(&report);
       if (part == "rows") xllm::check::check_rows(&report, options.is_tiny);
       if (part == "matmul") xllm::check::check_matmul(&report, options.is_tiny);
-      if (part == "sample") xllm::check::check_sample(&report, options.is_quick);
+      if (part == "sample") xllm::check::check_sample(&report, options.is_quick, options.is_tiny);
       if (part == "graphs") xllm::check::check_graphs(&report, options.is_tiny);
       if (part == "stages") xllm::check::check_stages(&report, options.is_quick);
       if (part == "attention") xllm::check::check_attention(&report, options.is_tiny);

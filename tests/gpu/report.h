@@ -96,7 +96,7 @@ void check_matmul(Report *report, bool is_tiny);
 void check_attention(Report *report, bool is_tiny);
 void check_stages(Report *report, bool is_quick);
 void check_invariance(Report *report, bool is_quick);
-void check_sample(Report *report, bool is_quick);
+void check_sample(Report *report, bool is_quick, bool is_tiny);
 void check_graphs(Report *report, bool is_tiny);
 void bench_bandwidth(Report *report);
 void bench_sample(Report *report);

@@ -9,7 +9,7 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parent / "on_host"
 SOURCE = pathlib.Path(__file__).parents[2] / "cuda_src" / "src"
-QUICK = ["2", "8", "10", "12", "15", "17"]  # of check_attention.cc's cases
+QUICK = ["2", "8", "10", "12", "16", "17", "22", "25"]  # of check_attention.cc's cases
 
 
 @pytest.fixture(scope="module")

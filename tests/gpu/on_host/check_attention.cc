@@ -16,6 +16,7 @@ thread_local __attribute__((aligned(128))) uint8_t shared[256 << 10];  // of att
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/prompt_attention.cuh"
 #include "backend/cuda/qkv_rows.cuh"
+#include "backend/cuda/spread_rows.cuh"
 
 namespace xllm::on_host {
 namespace {
@@ -28,6 +29,7 @@ struct Case {
   int rows, keys, heads, kv_heads, head_dim, block_size, window, rotary_dim;
   bool has_norm, is_neighbor;
   bool is_prompt;  // consecutive rows of one sequence
+  int code_bits;   // of a value in the cache; 0: f16
 };
 
 // note: keys of row r: 37 r fewer; of a prompt one more than of the row before.
@@ -53,6 +55,11 @@ constexpr Case kCases[] = {
     {"prompt, 96, groups of 12", 3, 130, 12, 1, 96, 32, 0, 96, true, true, true},
     {"prompt, 80", 33, 140, 1, 1, 80, 128, 0, 32, true, false, true},
     {"prompt, 256, groups of 2", 17, 40, 4, 2, 256, 64, 0, 256, true, false, true},
+    {"int8, groups of 4", 2, 300, 8, 2, 128, 64, 0, 128, true, false, false, 8},
+    {"int4, 64, groups of 12, window", 1, 130, 12, 1, 64, 16, 70, 64, true, false, false, 4},
+    {"int8, 256", 1, 90, 2, 1, 256, 16, 0, 256, false, false, false, 8},
+    {"int4 prompt over a split", 9, 260, 4, 1, 128, 32, 0, 128, true, false, true, 4},
+    {"int8 prompt, 64", 5, 20, 4, 2, 64, 16, 0, 64, true, false, true, 8},
 };
 
 template <int kHeadDim, int kGroups>
@@ -70,7 +77,23 @@ Kernel kernel_of(int groups, int depth, bool finishes) {
                      : kernel_of<kHeadDim, 2>(depth, finishes);
 }
 
+template <int kHeadDim>
+Kernel code_kernel_of(const Case &c) {
+  const bool is_two = c.heads / c.kv_heads > 8;
+  if (c.code_bits == 8)
+    return is_two ? cuda::attention_kernel<kHeadDim, 2, 2, false, 8>
+                  : cuda::attention_kernel<kHeadDim, 1, 2, false, 8>;
+  return is_two ? cuda::attention_kernel<kHeadDim, 2, 2, false, 4>
+                : cuda::attention_kernel<kHeadDim, 1, 2, false, 4>;
+}
+
 Kernel kernel_of(const Case &c, int depth, bool finishes) {
+  if (c.code_bits != 0) {
+    if (finishes) return nullptr;
+    return c.head_dim == 64    ? code_kernel_of<64>(c)
+           : c.head_dim == 128 ? code_kernel_of<128>(c)
+                               : code_kernel_of<256>(c);
+  }
   const int groups = c.heads / c.kv_heads > 8 ? 2 : 1;
   switch (c.head_dim) {
     case 64:
@@ -87,6 +110,15 @@ Kernel kernel_of(const Case &c, int depth, bool finishes) {
 }
 
 Kernel prompt_kernel_of(const Case &c, int depth) {
+  if (c.code_bits != 0) {
+    if (depth != 2 || c.head_dim > 128) return nullptr;
+    if (c.head_dim == 64) {
+      return c.code_bits == 8 ? cuda::prompt_attention_kernel<64, 2, 8>
+                              : cuda::prompt_attention_kernel<64, 2, 4>;
+    }
+    return c.code_bits == 8 ? cuda::prompt_attention_kernel<128, 2, 8>
+                            : cuda::prompt_attention_kernel<128, 2, 4>;
+  }
   switch (c.head_dim) {
     case 64:
       return depth == 4 ? cuda::prompt_attention_kernel<64, 4> : nullptr;
@@ -107,10 +139,13 @@ class Run {
   explicit Run(const Case &c) : c_(c), num_all_(c.heads + 2 * c.kv_heads) {
     const int blocks_per_row = (c.keys + c.block_size - 1) / c.block_size;
     const int num_blocks = blocks_per_row * (c.is_prompt ? 1 : c.rows) + 1;
-    page_bytes_ = static_cast<size_t>(c.block_size) * c.head_dim * 2;
+    row_bytes_ = static_cast<size_t>(c.head_dim * (is_coded() ? c.code_bits : 16) / 8);
+    page_bytes_ = static_cast<size_t>(c.block_size) *
+                  (row_bytes_ + static_cast<size_t>(is_coded() ? c.head_dim / 16 : 0));
     block_bytes_ = page_bytes_ * 2 * static_cast<size_t>(c.kv_heads);
     first_pool_.resize(num_blocks * block_bytes_ / 2);
     for (uint16_t &v : first_pool_) v = __float2half_rn(random()).bits;
+    if (is_coded()) fill_codes();
     bias_ = randoms(static_cast<size_t>(num_all_) * c.head_dim, 0.1f);
     slices_ = randoms(3 * bias_.size() * static_cast<size_t>(c.rows), 0.7f);
     const size_t n = slices_.size() / 3;
@@ -145,11 +180,12 @@ class Run {
     run_grid({splits, static_cast<unsigned>(c_.kv_heads * ((group_size + 15) / 16)),
               static_cast<unsigned>(c_.rows - first_row)},
              cuda::kAttentionThreads, fill_shared, [&] { kernel(args); });
+    if (is_coded()) spread_out();
     return out_;
   }
 
   // The rows in tiles of one sequence.
-  std::vector<float> attend_prompt(int depth) {
+  std::vector<float> attend_prompt(int depth, int splits_per_cta) {
     AttentionArgs args = arguments(true);
     finish_rows(args);
     const unsigned splits = give_splits(&args, 0);
@@ -158,9 +194,14 @@ class Run {
     for (int row = 0; row < c_.rows; row += most)
       tiles.push_back(cuda::pack_tile({row, std::min(most, c_.rows - row)}));
     args.tiles = tiles.data();
+    args.max_splits = static_cast<int>(splits);
+    args.splits_per_cta = splits_per_cta;
+    const unsigned ctas = (splits + static_cast<unsigned>(splits_per_cta) - 1) /
+                          static_cast<unsigned>(splits_per_cta);
     const Kernel kernel = prompt_kernel_of(c_, depth);
-    run_grid({splits, static_cast<unsigned>(c_.kv_heads), static_cast<unsigned>(tiles.size())},
+    run_grid({ctas, static_cast<unsigned>(c_.kv_heads), static_cast<unsigned>(tiles.size())},
              cuda::kAttentionThreads, fill_shared, [&] { kernel(args); });
+    if (is_coded()) spread_out();
     return out_;
   }
 
@@ -169,6 +210,30 @@ class Run {
     out_.assign(q_.size(), NAN);
   }
   const std::vector<uint16_t> &pool() const { return pool_; }
+
+  // Of the rows of this step: the largest distance of a stored value from the value, in the
+  // largest of its 32.
+  double rounding() const {
+    double worst = 0;
+    for (int row = 0; row < c_.rows; ++row) {
+      for (int kind = 1; kind <= 2; ++kind) {
+        for (int h = 0; h < c_.kv_heads; ++h) {
+          const int key = positions_[static_cast<size_t>(row)];
+          const std::vector<double> value =
+              spread(finished(row, c_.heads + (kind - 1) * c_.kv_heads + h, kind));
+          const std::vector<double> found =
+              stored(pool_, page_of(row, key, kind, h), key % c_.block_size);
+          for (size_t i = 0; i < value.size(); ++i) {
+            double largest = 0;
+            for (size_t k = i / 32 * 32; k < i / 32 * 32 + 32; ++k)
+              largest = std::max(largest, std::fabs(value[k]));
+            worst = std::max(worst, std::fabs(found[i] - value[i]) / largest);
+          }
+        }
+      }
+    }
+    return worst;
+  }
 
   double error(const std::vector<float> &out) const {
     double error = 0, norm = 0;
@@ -189,6 +254,57 @@ class Run {
  private:
   static constexpr double kEps = 1e-6;
 
+  bool is_coded() const { return c_.code_bits != 0; }
+  // Codes of any bits, scales of about what values are.
+  void fill_codes() {
+    auto *bytes = reinterpret_cast<uint8_t *>(first_pool_.data());
+    for (size_t page = 0; page < first_pool_.size() * 2; page += page_bytes_) {
+      const size_t codes = static_cast<size_t>(c_.block_size) * row_bytes_;
+      for (size_t i = 0; i < codes; ++i) bytes[page + i] = static_cast<uint8_t>(random() * 1000);
+      for (size_t i = codes; i < page_bytes_; i += 2) {
+        const float largest = 1.0f + 0.3f * random();
+        const __half scale = __float2half_rn(largest / (c_.code_bits == 8 ? 127.0f : 7.0f));
+        std::memcpy(bytes + page + i, &scale, 2);
+      }
+    }
+  }
+  // The stored row at `at` bytes of the pool's codes, row `row` of its page, in float64.
+  std::vector<double> stored(const std::vector<uint16_t> &pool, size_t page, int row) const {
+    const auto *bytes = reinterpret_cast<const uint8_t *>(pool.data()) + page;
+    const uint8_t *codes = bytes + static_cast<size_t>(row) * row_bytes_;
+    const uint8_t *scales = bytes + static_cast<size_t>(c_.block_size) * row_bytes_ +
+                            static_cast<size_t>(row * c_.head_dim / 16);
+    std::vector<double> v;
+    for (int i = 0; i < c_.head_dim; ++i) {
+      uint16_t half;
+      std::memcpy(&half, is_coded() ? scales + i / 32 * 2 : codes + 2 * i, 2);
+      const double value = static_cast<double>(__half2float({half}));
+      const int code = c_.code_bits == 8 ? static_cast<int8_t>(codes[i])
+                                         : (codes[i / 2] >> (i % 2 * 4) & 15) - 8;
+      v.push_back(is_coded() ? value * code : value);
+    }
+    return v;
+  }
+  // A normalised Hadamard transform by its definition: entry (i, j) is the parity of i & j.
+  static std::vector<double> spread(const std::vector<double> &v) {
+    std::vector<double> out(v.size());
+    for (size_t i = 0; i < v.size(); ++i) {
+      for (size_t j = 0; j < v.size(); ++j) out[i] += __builtin_parityll(i & j) != 0 ? -v[j] : v[j];
+      out[i] /= std::sqrt(static_cast<double>(v.size()));
+    }
+    return out;
+  }
+  void spread_out() {
+    const int heads = c_.rows * c_.heads;
+    run_grid(
+        {static_cast<unsigned>((heads + cuda::kSpreadWarps - 1) / cuda::kSpreadWarps), 1, 1},
+        cuda::kSpreadWarps * 32, [] {},
+        [&] { cuda::spread_rows_kernel(out_.data(), heads, c_.head_dim); });
+  }
+  size_t page_of(int row, int key, int kind, int kv_head) const {
+    return static_cast<size_t>(block_of(row, key)) * block_bytes_ +
+           static_cast<size_t>((kind - 1) * c_.kv_heads + kv_head) * page_bytes_;
+  }
   static void fill_shared() {
     std::fill(std::begin(cuda::shared), std::end(cuda::shared), uint8_t{0xff});
   }
@@ -243,6 +359,8 @@ class Run {
     args.kv.page_bytes = static_cast<int64_t>(page_bytes_);
     args.kv.block_size = c_.block_size;
     args.kv.num_kv_heads = c_.kv_heads;
+    args.kv.bits = is_coded() ? c_.code_bits : 16;
+    args.kv.scales_offset = static_cast<int64_t>(row_bytes_) * c_.block_size;
     while (1 << args.kv.block_shift < c_.block_size) ++args.kv.block_shift;
     args.positions = positions_.data();
     args.row_tables = row_tables_.data();
@@ -299,18 +417,15 @@ class Run {
     const int last = positions_[static_cast<size_t>(row)];
     const int start = c_.window > 0 ? std::max(0, last + 1 - c_.window) : 0;
     const int kv_head = head / (c_.heads / c_.kv_heads);
-    const std::vector<double> query = finished(row, head, 0);
+    const std::vector<double> as_is = finished(row, head, 0);
+    const std::vector<double> query = is_coded() ? spread(as_is) : as_is;
     const auto row_of = [&](int key, int kind) {
       const int of = c_.is_prompt ? key - positions_[0] : key == last ? row : -1;
-      if (of >= 0) return finished(of, c_.heads + (kind - 1) * c_.kv_heads + kv_head, kind);
-      const size_t at = (static_cast<size_t>(block_of(row, key)) * block_bytes_ +
-                         static_cast<size_t>((kind - 1) * c_.kv_heads + kv_head) * page_bytes_) /
-                            2 +
-                        static_cast<size_t>(key % c_.block_size * c_.head_dim);
-      std::vector<double> v;
-      for (int i = 0; i < c_.head_dim; ++i)
-        v.push_back(__half2float({first_pool_[at + static_cast<size_t>(i)]}));
-      return v;
+      const size_t page = page_of(row, key, kind, kv_head);
+      // note: what was rounded to codes is read back; that it is near is looked at elsewhere.
+      if (of < 0 || is_coded())
+        return stored(is_coded() ? pool_ : first_pool_, page, key % c_.block_size);
+      return finished(of, c_.heads + (kind - 1) * c_.kv_heads + kv_head, kind);
     };
     std::vector<double> out(static_cast<size_t>(c_.head_dim));
     double sum = 0;
@@ -323,13 +438,13 @@ class Run {
       for (size_t i = 0; i < v.size(); ++i) out[i] += weight * v[i];
     }
     for (double &x : out) x /= sum;
-    return out;
+    return is_coded() ? spread(out) : out;
   }
 
   const Case &c_;
   const int num_all_;
   unsigned seed_ = 12345;
-  size_t page_bytes_, block_bytes_;
+  size_t row_bytes_, page_bytes_, block_bytes_;
   std::vector<uint16_t> first_pool_, pool_;
   std::vector<float> slices_, bias_, qkv_, q_norm_, k_norm_, out_;
   std::vector<float> partial_out_;
@@ -351,14 +466,21 @@ bool check(const Case &c) {
   const auto same = [](const std::vector<float> &a, const std::vector<float> &b, size_t from) {
     return std::memcmp(a.data() + from, b.data() + from, (a.size() - from) * sizeof(float)) == 0;
   };
-  const std::vector<float> out = run.attend(1, !c.is_prompt, c.is_prompt);
+  const bool finishes = !c.is_prompt && c.code_bits == 0;
+  const std::vector<float> out = run.attend(1, finishes, c.is_prompt);
   const std::vector<uint16_t> pool = run.pool();
   const double error = run.error(out);
   expect(error < 1e-3, "far from float64");
+  if (c.code_bits != 0) {
+    const double most = (c.code_bits == 8 ? 1.0 / 254 : 1.0 / 14) + 1.0 / 2048;
+    expect(run.rounding() < most + 1e-5, "codes far from their values");
+  }
   for (const int depth : {2, 4}) {
     if (!c.is_prompt || prompt_kernel_of(c, depth) == nullptr) continue;
-    run.clear();
-    expect(same(run.attend_prompt(depth), out, 0), "other bytes in tiles");
+    for (const int splits_per_cta : {1, 2}) {
+      run.clear();
+      expect(same(run.attend_prompt(depth, splits_per_cta), out, 0), "other bytes in tiles");
+    }
   }
   for (const int depth : {2, 4}) {
     if (c.is_prompt || kernel_of(c, depth, true) == nullptr) continue;
@@ -366,7 +488,7 @@ bool check(const Case &c) {
     expect(same(run.attend(depth, true, false), out, 0), "other bytes with a deeper ring");
     expect(run.pool() == pool, "another cache with a deeper ring");
   }
-  if (!c.is_prompt) {
+  if (finishes) {
     run.clear();
     expect(same(run.attend(1, true, true), out, 0), "other bytes from slices");
     expect(run.pool() == pool, "another cache from slices");
@@ -374,7 +496,7 @@ bool check(const Case &c) {
     expect(same(run.attend(1, false, true), out, 0), "other bytes after qkv_rows");
     expect(run.pool() == pool, "another cache after qkv_rows");
   }
-  if (c.rows > 1 && !c.is_prompt) {
+  if (c.rows > 1 && finishes) {
     run.clear();
     const size_t from = out.size() / static_cast<size_t>(c.rows) * static_cast<size_t>(c.rows - 1);
     expect(same(run.attend(2, true, false, c.rows - 1), out, from), "the last row alone differs");

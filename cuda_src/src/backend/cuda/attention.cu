@@ -4,14 +4,14 @@
 
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/attention_any.cuh"
+#include "backend/cuda/attention_codes.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/kv_pages.h"
 #include "backend/cuda/prompt_attention.h"
+#include "backend/cuda/spread_rows.cuh"
 
 namespace xllm::cuda {
 namespace {
-
-using AttentionKernel = void (*)(AttentionArgs);
 
 constexpr int kTiledHeadDims[] = {64, 80, 96, 128, 256};
 
@@ -66,9 +66,11 @@ bool has_room(const Device &device, int head_dim, int groups, int depth) {
 }
 
 bool is_tiled_attention(const Device &device, const ModelDims &dims, const KvView &kv) {
-  const int block_size = kv.layout.block_size;
-  return tiled_kernel(dims.head_dim, 1, 1, false) != nullptr && block_size >= kKeyTile &&
-         (block_size & (block_size - 1)) == 0 &&
+  const int block_size = kv.layout.block_size, bits = kv_bits(kv.layout);
+  if (block_size < kKeyTile || (block_size & (block_size - 1)) != 0) return false;
+  if (bits != 16)
+    return code_attention(device, dims.head_dim, groups_of(dims), bits).kernel != nullptr;
+  return tiled_kernel(dims.head_dim, 1, 1, false) != nullptr &&
          has_room(device, dims.head_dim, groups_of(dims), 1);
 }
 
@@ -110,16 +112,19 @@ void prepare_attention(const Device &device) {
   }
   prefer_shared_memory(reinterpret_cast<const void *>(attention_any_kernel));
   prepare_prompt_attention(device);
+  prepare_code_attention(device);
+  prefer_shared_memory(reinterpret_cast<const void *>(spread_rows_kernel));
 }
 
 bool CudaBackend::finishes_rows(const CudaWorkspace &ws, const KvView &kv) const {
   const ModelDims &dims = ws.weights->dims;
-  return ws.is_decode && uses_graphs_ && is_tiled_attention(device_, dims, kv) &&
+  return ws.is_decode && uses_graphs_ && !kv.layout.has_scales() &&
+         is_tiled_attention(device_, dims, kv) &&
          rope_is_vector(dims.head_dim, dims.rope.rotary_dim, dims.rope.is_neighbor);
 }
 
 void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, int layer,
-                            const KvView &kv, const ForwardBatch & /*batch*/) {
+                            const KvView &kv, const ForwardBatch &batch) {
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 3, layer, kv.base)) return;
@@ -141,6 +146,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   args.partial_stats = ws.split_stats.data<float2>();
   args.counters = ws.split_counters.data<int>();
   args.out = ws.attention_out.data<float>();
+  args.max_splits = ws.max_splits;
 
   const bool is_tiled = is_tiled_attention(device_, dims, kv);
   const int head_groups = (args.group_size + 15) / 16;
@@ -149,11 +155,21 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
   if (finishes) args.rows = qkv_args(ws, weights, layer, kv);
   const int depth =
       ring_depth(device_, dims, finishes, int64_t{ws.num_rows} * grid_y * ws.max_splits);
-  const AttentionKernel kernel = is_tiled
-                                     ? tiled_kernel(dims.head_dim, groups_of(dims), depth, finishes)
-                                     : attention_any_kernel;
-  const int threads = is_tiled ? kAttentionThreads : kAnyThreads;
-  const int shared = is_tiled ? attention_shared_bytes(dims.head_dim, groups_of(dims), depth) : 0;
+  AttentionKernel kernel = attention_any_kernel;
+  unsigned threads = kAnyThreads;
+  int shared = 0;
+  if (is_tiled) {
+    threads = kAttentionThreads;
+    if (args.kv.bits != 16) {
+      const CodeKernel found =
+          code_attention(device_, dims.head_dim, groups_of(dims), args.kv.bits);
+      kernel = found.kernel;
+      shared = found.shared_bytes;
+    } else {
+      kernel = tiled_kernel(dims.head_dim, groups_of(dims), depth, finishes);
+      shared = attention_shared_bytes(dims.head_dim, groups_of(dims), depth);
+    }
+  }
   // Rows take turns where the partial results of all of them would not fit.
   const int64_t per_row = int64_t{dims.num_heads} * ws.max_splits;
   const int rows_at_once =
@@ -165,7 +181,7 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
       launch_kernel(launch(), "attention", kernel,
                     dim3(static_cast<unsigned>(ws.max_splits), static_cast<unsigned>(grid_y),
                          static_cast<unsigned>(count)),
-                    static_cast<unsigned>(threads), static_cast<size_t>(shared), args);
+                    threads, static_cast<size_t>(shared), args);
     }
   };
   const auto attend_tiles = [&](int begin, int end) {
@@ -177,18 +193,32 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
              rows_to(ws.prompt.tiles[static_cast<size_t>(past)], args.first_row) <= rows_at_once) {
         ++past;
       }
-      prompt_attention(launch(), args, ws.max_splits, past - first);
+      // Of the longest context among them.
+      int splits = 1;
+      for (int tile = first; tile < past; ++tile) {
+        const PromptTile &of = ws.prompt.tiles[static_cast<size_t>(tile)];
+        const int last_row = of.first_row + of.num_rows - 1;
+        splits = std::max(splits, num_splits(batch.positions[static_cast<size_t>(last_row)] + 1));
+      }
+      prompt_attention(launch(), args, splits, past - first);
       first = past;
     }
   };
   const bool has_tiles = is_tiled && rows_at_once >= prompt_tile_rows(args.group_size) &&
-                         has_prompt_attention(device_, dims.head_dim) && !device_.has_plain_rows;
+                         has_prompt_attention(device_, dims.head_dim, args.kv.bits) &&
+                         !device_.has_plain_rows;
   for (const RowRun &run : ws.prompt.runs) {
     if (has_tiles && run.num_tiles > 0) {
       attend_tiles(run.first_tile, run.first_tile + run.num_tiles);
     } else {
       attend_rows(run.first_row, run.first_row + run.num_rows);
     }
+  }
+  if (args.kv.bits != 16) {
+    const int heads = ws.num_rows * dims.num_heads;
+    launch_kernel(launch(), "spread_rows", spread_rows_kernel,
+                  dim3(static_cast<unsigned>((heads + kSpreadWarps - 1) / kSpreadWarps)),
+                  kSpreadWarps * kWarp, 0, args.out, heads, dims.head_dim);
   }
   const int num_cols = dims.num_heads * dims.head_dim;
   ws.set_input({ws.attention_out.data<float>(), num_cols, num_cols, nullptr, 0.0f});

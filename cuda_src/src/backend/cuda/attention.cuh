@@ -16,7 +16,8 @@
 // ones. So keys are asked for before anything is waited for, and where each row is the last of its
 // own sequence the CTA finishes q, k and v itself (head_rows.cuh): what is in the cache is then
 // older than the step.
-//   shared  8 * depth slots of kv_stream.cuh; then the sums of parts, and the weights of splits
+//   shared  of each warp stream_bytes of kv_stream.cuh; then the sums of parts, and the weights of
+//           splits
 #pragma once
 
 #include "backend/cuda/kv_stream.cuh"
@@ -26,16 +27,17 @@ namespace cuda {
 
 constexpr int kAttentionThreads = kAttentionWarps * kWarp;
 
-XLLM_HOST_DEVICE constexpr int attention_shared_bytes(int head_dim, int groups, int depth) {
-  return kAttentionWarps * depth * slot_bytes(head_dim, groups);
+XLLM_HOST_DEVICE constexpr int attention_shared_bytes(int head_dim, int groups, int depth,
+                                                      int bits = 16) {
+  return kAttentionWarps * stream_bytes(head_dim, groups, depth, bits);
 }
 XLLM_HOST_DEVICE constexpr int attention_static_bytes(int head_dim, int groups) {
   return (8 * groups + 2) * ((head_dim + 31) / 32 * 32 + 8) * 2 +
          groups * (2 * 8 * kAttentionWarps * 4 + kRoundKeys * 16) + 64;
 }
 // CTAs that an SM has registers for. kGroups: of 8 query heads per kv head, 1 or 2.
-XLLM_HOST_DEVICE constexpr int attention_ctas(int head_dim, int groups, int depth) {
-  return groups == 2 || head_dim > 128 || depth == 4 ? 2 : depth == 2 ? 3 : 4;
+XLLM_HOST_DEVICE constexpr int attention_ctas(int head_dim, int groups, int depth, int bits) {
+  return groups == 2 || head_dim > 128 || depth == 4 || bits < 16 ? 2 : depth == 2 ? 3 : 4;
 }
 
 __device__ __forceinline__ float2 add_both(const float2 &a, const float2 &b) {
@@ -118,11 +120,14 @@ struct OutPlace {
 };
 
 // Grid: x splits, y kv heads x groups of 16 query heads, z rows. kFinishes: q, k and v come from
-// the product as it left them (args.rows), one row per sequence.
-template <int kHeadDim, int kGroups, int kDepth, bool kFinishes>
-__global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kGroups, kDepth))
+// the product as it left them (args.rows), one row per sequence. kBits: of a value in the cache.
+template <int kHeadDim, int kGroups, int kDepth, bool kFinishes, int kBits = 16>
+__global__ void __launch_bounds__(kAttentionThreads,
+                                  attention_ctas(kHeadDim, kGroups, kDepth, kBits))
     attention_kernel(const __grid_constant__ AttentionArgs args) {
-  using Stream = KvStream<kHeadDim, kGroups, kDepth>;
+  using Stream = KvStream<kHeadDim, kGroups, kDepth, kBits>;
+  constexpr int kWarpBytes = stream_bytes(kHeadDim, kGroups, kDepth, kBits);
+  static_assert(kBits == 16 || !kFinishes, "the row of the step comes from the cache");
   constexpr int kSteps = kHeadDim / 16;
   constexpr int kHeads = 8 * kGroups;
   constexpr int kMaxDim = (kHeadDim + 31) / 32 * 32;
@@ -172,7 +177,7 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
 
   Stream stream(args);
   stream.table_start = table_start;
-  stream.slots = shared + warp * kDepth * Stream::kSlotBytes;
+  stream.slots = shared + warp * kWarpBytes;
   stream.kv_head = kv_head;
   stream.warp = warp;
   stream.lane = lane;
@@ -284,10 +289,10 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
       __syncwarp();
     };
     stream.wait();
-    score(0, stream.template slot<0>());
+    score(0, stream.template keys<0>());
     stream.template fetch<0 + kDepth>(round);
     stream.wait();
-    score(1, stream.template slot<1>());
+    score(1, stream.template keys<1>());
     stream.template fetch<1 + kDepth>(round);
     softmax_round<kGroups>(x, largest, warp, round == range.begin, &state);
 #pragma unroll
@@ -326,11 +331,11 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
       __syncwarp();
     };
     stream.wait();
-    add_values(0, stream.template slot<2>());
+    add_values(0, stream.template values<2>());
     if (round + kHalfTiles * kKeyTile >= range.end) break;
     stream.template fetch<2 + kDepth>(round);
     stream.wait();
-    add_values(1, stream.template slot<3>());
+    add_values(1, stream.template values<3>());
     stream.template fetch<3 + kDepth>(round);
   }
   wait_for_copies<0>();
@@ -356,7 +361,7 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
   }
   __syncthreads();
   if (kDepth != 4) place = out_place();
-  constexpr int kSlotFloats = kDepth * Stream::kSlotBytes / 4;
+  constexpr int kSlotFloats = kWarpBytes / 4;
   const float *group_sums = sums - stream.part() * kSlotFloats;
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
@@ -394,7 +399,7 @@ __global__ void __launch_bounds__(kAttentionThreads, attention_ctas(kHeadDim, kG
                        range.count))
     return;
   merge_splits<kAttentionThreads>(args, local_row, first_head, heads_here, range,
-                                  reinterpret_cast<float *>(shared));
+                                  static_cast<int>(gridDim.x), reinterpret_cast<float *>(shared));
 }
 
 }  // namespace cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/attention_args.cuh"
+#include "backend/cuda/kv_codes.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -37,11 +38,11 @@ __global__ void __launch_bounds__(kAnyThreads)
     const int key = key0 + thread;
     float x = negative_infinity();
     if (key >= range.start && key < range.end) {
-      const __half *k =
-          reinterpret_cast<const __half *>(args.kv.page(table[key / args.kv.block_size], kv_head)) +
-          static_cast<int64_t>(key % args.kv.block_size) * dim;
+      const uint8_t *page = args.kv.page(table[key / args.kv.block_size], kv_head);
+      const int at = key % args.kv.block_size;
       float dot = 0;
-      for (int i = 0; i < dim; ++i) dot = __fmaf_rn(query[i], __half2float(k[i]), dot);
+      for (int i = 0; i < dim; ++i)
+        dot = __fmaf_rn(query[i], load_kv(args.kv, page, at, dim, i), dot);
       x = __fmul_rn(dot, args.scale);
     }
     float largest = x;
@@ -68,11 +69,11 @@ __global__ void __launch_bounds__(kAnyThreads)
       float acc = __fmul_rn(out[i], shrink);
       for (int n = 0; n < count; ++n) {
         if (key0 + n < range.start) continue;
-        const __half *v =
-            reinterpret_cast<const __half *>(args.kv.page(table[(key0 + n) / args.kv.block_size],
-                                                          args.kv.num_kv_heads + kv_head)) +
-            static_cast<int64_t>((key0 + n) % args.kv.block_size) * dim;
-        acc = __fmaf_rn(weights[n], __half2float(v[channel]), acc);
+        const int key = key0 + n;
+        const uint8_t *page =
+            args.kv.page(table[key / args.kv.block_size], args.kv.num_kv_heads + kv_head);
+        acc = __fmaf_rn(weights[n], load_kv(args.kv, page, key % args.kv.block_size, dim, channel),
+                        acc);
       }
       out[i] = acc;
     }
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kAnyThreads)
   if (!is_last_arriver(args.counters + static_cast<int64_t>(local_row) * gridDim.y + blockIdx.y,
                        range.count))
     return;
-  merge_splits<kAnyThreads>(args, local_row, head, 1, range, weights);
+  merge_splits<kAnyThreads>(args, local_row, head, 1, range, static_cast<int>(gridDim.x), weights);
 }
 
 }  // namespace cuda

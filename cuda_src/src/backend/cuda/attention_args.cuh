@@ -47,6 +47,8 @@ struct AttentionArgs {
   int first_row;              // rows first_row + blockIdx.z
   const int32_t *tiles;       // of rows of prompts (prompt_attention.cuh)
   int first_tile;             // tiles first_tile + blockIdx.z; the first begins with first_row
+  int splits_per_cta;         // there
+  int max_splits;             // there: what gridDim.x is elsewhere, of partial results
   int num_heads, group_size, head_dim;
   float scale;            // of scores, times log2(e): weights are powers of two
   int window;             // 0: all
@@ -78,17 +80,17 @@ __device__ __forceinline__ SplitRange split_range(const AttentionArgs &args, int
 }
 
 // Adds up the splits of heads first_head.. of a row in ascending order and writes their outputs, by
-// the whole CTA. weights: [num_heads][kMaxSplits] in shared memory.
+// the whole CTA. max_splits: from head to head of the partial results; weights:
+// [num_heads][kMaxSplits] in shared memory.
 template <int kThreads>
 __device__ __forceinline__ void merge_splits(const AttentionArgs &args, int local_row,
                                              int first_head, int num_heads, const SplitRange &range,
-                                             float *weights) {
+                                             int max_splits, float *weights) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
   const int64_t first = static_cast<int64_t>(local_row) * args.num_heads + first_head;
   // Lane l looks after splits l and l + 32.
   for (int head = thread >> 5; head < num_heads; head += kThreads / kWarp) {
-    const float2 *stats =
-        args.partial_stats + (first + head) * static_cast<int>(gridDim.x) + range.first_split;
+    const float2 *stats = args.partial_stats + (first + head) * max_splits + range.first_split;
     float2 of[2];
     float m = negative_infinity(), weight[2];
 #pragma unroll
@@ -114,10 +116,8 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs &args, int loca
       args.out + (static_cast<int64_t>(args.first_row) * args.num_heads + first) * args.head_dim;
   for (int i = thread; i < num_heads * half; i += kThreads) {
     const int head = i / half, channel = i % half * 2;
-    const float *from =
-        args.partial_out +
-        ((first + head) * static_cast<int>(gridDim.x) + range.first_split) * args.head_dim +
-        channel;
+    const float *from = args.partial_out +
+                        ((first + head) * max_splits + range.first_split) * args.head_dim + channel;
     const float *weight = weights + head * kMaxSplits;
     float2 acc = make_float2(0.0f, 0.0f);
 #pragma unroll 16

@@ -151,14 +151,6 @@ void CudaBackend::reserve(Workspace &ws_base, int max_step_tokens) {
   ws.reserve_all(std::max({max_step_tokens, ws.max_seqs, 1}));
 }
 
-void CudaBackend::check_kv(const KvView &kv) const {
-  // f32 belongs to the per-slot form and cannot be asked for.
-  if (kv.layout.type != KvType::kF16 && kv.layout.type != KvType::kF32) {
-    throw Error(Status::kUnimplemented,
-                "CUDA: only the KV type f16 is built yet; use --kv-type f16, or the CPU backend");
-  }
-}
-
 void CudaBackend::copy_blocks(const KvView &kv, Span<const int32_t> src, Span<const int32_t> dst) {
   XLLM_DCHECK(src.size() == dst.size());
   check(cudaSetDevice(device_.index), "select the device");

@@ -89,7 +89,6 @@ class CudaBackend : public Backend {
   // Opened on first use; the dequantised form is refused where there is none.
   std::shared_ptr<const CublasLibrary> cublas() const;
   void capture(CudaWorkspace &ws, CudaWorkspace::Graph *graph, const std::function<void()> &stages);
-  void check_kv(const KvView &kv) const override;
 
   Device device_;
   DeviceInfo info_;

@@ -68,6 +68,19 @@ __device__ __forceinline__ void copy_async_8(void *shared, const void *global) {
 #endif
 }
 
+// 4 bytes, or zeros where has_source is false; `global` is readable either way.
+__device__ __forceinline__ void copy_async_4_or_zero(void *shared, const void *global,
+                                                     bool has_source) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(global),
+               "r"(has_source ? 4 : 0)
+               : "memory");
+#else
+  *static_cast<uint32_t *>(shared) = has_source ? *static_cast<const uint32_t *>(global) : 0u;
+#endif
+}
+
 // copy_async_16, or 16 bytes of zeros where has_source is false; `global` is readable either way.
 __device__ __forceinline__ void copy_async_16_or_zero(void *shared, const void *global,
                                                       bool has_source) {

@@ -6,7 +6,7 @@
 namespace xllm {
 namespace cuda {
 
-// Pages of one layer (tensor/kv.h), f16.
+// Pages of one layer (tensor/kv.h), f16, int8 or int4.
 struct KvPages {
   uint8_t *base;        // of block 0, this layer
   int64_t block_bytes;  // from block to block
@@ -14,6 +14,8 @@ struct KvPages {
   int block_size;
   int block_shift;  // log2 of it, or -1
   int num_kv_heads;
+  int bits;               // of a value: 16, 8 or 4
+  int64_t scales_offset;  // within a page, where bits < 16
 
   __device__ __forceinline__ uint8_t *page(int64_t block, int index) const {
     return base + block * block_bytes + index * page_bytes;

@@ -6,6 +6,11 @@
 
 namespace xllm::cuda {
 
+// Of a stored value.
+inline int kv_bits(const KvLayout &layout) {
+  return layout.type == KvType::kInt8 ? 8 : layout.type == KvType::kInt4 ? 4 : 16;
+}
+
 inline KvPages kv_pages(const KvView &kv, int layer) {
   KvPages pages = {};
   pages.base = kv.base + static_cast<uint64_t>(layer) * kv.layout.layer_bytes();
@@ -17,6 +22,8 @@ inline KvPages kv_pages(const KvView &kv, int layer) {
     if (pages.block_size == 1 << shift) pages.block_shift = shift;
   }
   pages.num_kv_heads = kv.layout.num_kv_heads;
+  pages.bits = kv_bits(kv.layout);
+  pages.scales_offset = static_cast<int64_t>(kv.layout.scales_offset());
   return pages;
 }
 

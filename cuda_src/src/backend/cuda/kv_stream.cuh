@@ -9,9 +9,12 @@
 //           column of pieces are in different banks; rows of 80 and 96 channels have a piece more
 //           instead
 //   values  [kHalfParts][16 keys][64 channels] f16, likewise
+// Where the cache holds 8 or 4 bits, a slot has the codes of as many rows, then their scales, and
+// what is to be multiplied is made of them in one of two places behind the slots.
 #pragma once
 
 #include "backend/cuda/attention_args.cuh"
+#include "backend/cuda/kv_codes.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -39,11 +42,24 @@ XLLM_HOST_DEVICE constexpr int slot_bytes(int head_dim, int groups) {
   const int most = keys > values ? keys : values;
   return most > sums ? most : sums;
 }
+// Of a slot with codes and their scales, without sums.
+XLLM_HOST_DEVICE constexpr int code_slot_bytes(int head_dim, int bits) {
+  const int keys = kKeyTile * (head_dim * bits / 8 + head_dim / kKvGroupChannels * 2);
+  const int values = kHalfTiles / tile_parts(head_dim) * kKeyTile *
+                     (kChannels * bits / 8 + kChannels / kKvGroupChannels * 2);
+  return keys > values ? keys : values;
+}
+// Of all that a warp has.
+XLLM_HOST_DEVICE constexpr int stream_bytes(int head_dim, int groups, int depth, int bits) {
+  return bits == 16 ? depth * slot_bytes(head_dim, groups)
+                    : 2 * slot_bytes(head_dim, groups) + depth * code_slot_bytes(head_dim, bits);
+}
 
 // note: where a warp is alone on its way every condition costs about as much as a product, so which
 // item and which slot it is are known to the compiler.
-template <int kHeadDim, int kGroups, int kDepth>
+template <int kHeadDim, int kGroups, int kDepth, int kBits = 16>
 struct KvStream {
+  static_assert(kBits == 16 || kHeadDim % kChannels == 0, "scales come in pairs");
   static_assert(kRoundItems % kDepth == 0, "an item has the same slot in every round");
   static constexpr int kRowBytes = kHeadDim * 2;
   static constexpr bool kIsSwizzled = kHeadDim % 64 == 0;
@@ -53,15 +69,19 @@ struct KvStream {
   static constexpr int kHalfParts = kHalfTiles / kParts;  // tiles of values in an item
   static constexpr int kValueStride = kChannels * 2;      // of values in a slot
   static constexpr int kTileBytes = kKeyTile * kValueStride;
-  static constexpr int kSlotBytes = slot_bytes(kHeadDim, kGroups);
+  static constexpr int kHalfSlotBytes = slot_bytes(kHeadDim, kGroups);
+  static constexpr int kSlotBytes = kBits == 16 ? kHalfSlotBytes : code_slot_bytes(kHeadDim, kBits);
+  static constexpr int kCacheRowBytes = kHeadDim * kBits / 8;
+  static constexpr int kScaleRowBytes = kHeadDim / kKvGroupChannels * 2;
 
   const AttentionArgs &args;
   int table_start;  // of the row
-  uint8_t *slots;   // of this warp
+  uint8_t *slots;   // of this warp; where there are codes, the two places come first
   int kv_head, warp, lane;
   int end;                        // of the split
   int cached_end;                 // rows from here on are not in the cache
   const uint8_t *tile = nullptr;  // tile lane % 16 of the round asked for, its keys in the cache
+  int64_t scales = 0;             // from there to the tile's scales, where there are codes
 
   __device__ __forceinline__ explicit KvStream(const AttentionArgs &arguments) : args(arguments) {}
 
@@ -73,7 +93,29 @@ struct KvStream {
   }
   template <int kItem>
   __device__ __forceinline__ uint8_t *slot() const {
-    return slots + kItem % kDepth * kSlotBytes;
+    return slots + (kBits == 16 ? 0 : 2 * kHalfSlotBytes) + kItem % kDepth * kSlotBytes;
+  }
+  // Item kItem of keys or values, which has been waited for, as f16; of codes, it is there until
+  // the next but one is asked for.
+  template <int kItem>
+  __device__ __forceinline__ uint8_t *keys() const {
+    if constexpr (kBits == 16) {
+      return slot<kItem>();
+    } else {
+      uint8_t *to = slots + kItem % 2 * kHalfSlotBytes;
+      expand_keys(slot<kItem>(), to);
+      return to;
+    }
+  }
+  template <int kItem>
+  __device__ __forceinline__ uint8_t *values() const {
+    if constexpr (kBits == 16) {
+      return slot<kItem>();
+    } else {
+      uint8_t *to = slots + kItem % 2 * kHalfSlotBytes;
+      expand_values(slot<kItem>(), to);
+      return to;
+    }
   }
 
   // Asks for item kItem, counted on into the next round, of the round that begins at round_key; one
@@ -89,7 +131,8 @@ struct KvStream {
         if (key < end) {
           const int row = key & (args.kv.block_size - 1);
           tile = args.kv.page(args.tables[table_start + (key >> args.kv.block_shift)], kv_head) +
-                 row * kRowBytes;
+                 row * kCacheRowBytes;
+          scales = args.kv.scales_offset - row * (kCacheRowBytes - kScaleRowBytes);
         }
       }
       if (kOf < 2) {
@@ -115,7 +158,9 @@ struct KvStream {
   __device__ __forceinline__ void fetch_keys(uint8_t *to, int round_key, int index) const {
     const int num_rows = cached_end - round_key - kKeyTile * index;
     const uint8_t *from = tile_of(index);
-    if constexpr (kIsSwizzled) {
+    if constexpr (kBits != 16) {
+      fetch_key_codes(to, from, scales_of(index), num_rows);
+    } else if constexpr (kIsSwizzled) {
       constexpr int kRowsAtOnce = kWarp / kPieces;
       // Row r + k has its piece at piece ^ r ^ k % 8: k is a multiple of what r is below.
       const int r = lane / kPieces, piece = lane % kPieces;
@@ -141,29 +186,10 @@ struct KvStream {
 
   // What is past the end is zero: its weight is, and 0 * NaN is not.
   __device__ __forceinline__ void fetch_values(uint8_t *to, int round_key, int half) const {
-    // Row 4k + r has its piece at piece ^ r ^ 4k % 8.
-    const int r = lane / 8, piece = lane % 8;
-    const int at = r * kValueStride + ((piece ^ r) << 4);
-    const int64_t offset = args.kv.num_kv_heads * args.kv.page_bytes + r * kRowBytes +
-                           first_channel() * 2 + piece * 16;
-    const bool has_channel = kHeadDim % kChannels == 0 || first_channel() + piece * 8 < kHeadDim;
-#pragma unroll
-    for (int i = 0; i < kHalfParts; ++i, to += kTileBytes) {
-      const int index = value_tile(half, i);
-      const int num_rows = cached_end - round_key - kKeyTile * index;
-      const uint8_t *from = tile_of(index) + offset;
-      if (!has_channel) continue;
-      if (num_rows >= kKeyTile) {
-#pragma unroll
-        for (int k = 0; k < kKeyTile; k += 4)
-          copy_async_16(to + k * kValueStride + (at ^ (k & 4) << 4), from + k * kRowBytes);
-      } else {
-#pragma unroll 1
-        for (int k = 0; k < kKeyTile; k += 4) {
-          copy_async_16_or_zero(to + k * kValueStride + (at ^ (k & 4) << 4), from + k * kRowBytes,
-                                k + r < num_rows);
-        }
-      }
+    if constexpr (kBits != 16) {
+      fetch_value_codes(to, round_key, half);
+    } else {
+      fetch_half_values(to, round_key, half);
     }
   }
 
@@ -200,6 +226,102 @@ struct KvStream {
   }
 
  private:
+  __device__ __forceinline__ void fetch_half_values(uint8_t *to, int round_key, int half) const {
+    // Row 4k + r has its piece at piece ^ r ^ 4k % 8.
+    const int r = lane / 8, piece = lane % 8;
+    const int at = r * kValueStride + ((piece ^ r) << 4);
+    const int64_t offset = args.kv.num_kv_heads * args.kv.page_bytes + r * kRowBytes +
+                           first_channel() * 2 + piece * 16;
+    const bool has_channel = kHeadDim % kChannels == 0 || first_channel() + piece * 8 < kHeadDim;
+#pragma unroll
+    for (int i = 0; i < kHalfParts; ++i, to += kTileBytes) {
+      const int index = value_tile(half, i);
+      const int num_rows = cached_end - round_key - kKeyTile * index;
+      const uint8_t *from = tile_of(index) + offset;
+      if (!has_channel) continue;
+      if (num_rows >= kKeyTile) {
+#pragma unroll
+        for (int k = 0; k < kKeyTile; k += 4)
+          copy_async_16(to + k * kValueStride + (at ^ (k & 4) << 4), from + k * kRowBytes);
+      } else {
+#pragma unroll 1
+        for (int k = 0; k < kKeyTile; k += 4) {
+          copy_async_16_or_zero(to + k * kValueStride + (at ^ (k & 4) << 4), from + k * kRowBytes,
+                                k + r < num_rows);
+        }
+      }
+    }
+  }
+
+  // ---- codes ----
+
+  // Keys: codes [16][kCacheRowBytes], scales [16][kScaleRowBytes]. Past the end: whatever is there.
+  __device__ __forceinline__ void fetch_key_codes(uint8_t *to, const uint8_t *from,
+                                                  int64_t to_scales, int num_rows) const {
+    const int rows = min(num_rows, kKeyTile);
+    for (int i = lane; i < rows * (kCacheRowBytes / 16); i += kWarp)
+      copy_async_16(to + 16 * i, from + 16 * i);
+    for (int i = lane; i < rows * (kScaleRowBytes / 4); i += kWarp)
+      copy_async_4_or_zero(to + kKeyTile * kCacheRowBytes + 4 * i, from + to_scales + 4 * i, true);
+  }
+  // Values, of each tile: codes [16][64 channels], scales [16][2]; past the end scales of zero.
+  static constexpr int kValueRowBytes = kChannels * kBits / 8;
+  static constexpr int kCodeTileBytes = kKeyTile * (kValueRowBytes + 4);
+  __device__ __forceinline__ void fetch_value_codes(uint8_t *to, int round_key, int half) const {
+    constexpr int kPiecesOfRow = kValueRowBytes / 16;
+    const int64_t values = args.kv.num_kv_heads * args.kv.page_bytes;
+#pragma unroll
+    for (int i = 0; i < kHalfParts; ++i, to += kCodeTileBytes) {
+      const int index = value_tile(half, i);
+      const int num_rows = cached_end - round_key - kKeyTile * index;
+      const uint8_t *from = tile_of(index) + values;
+      const uint8_t *scale = from + scales_of(index) + first_channel() / kKvGroupChannels * 2;
+#pragma unroll
+      for (int k = 0; k < kKeyTile * kPiecesOfRow; k += kWarp) {
+        const int r = (k + lane) / kPiecesOfRow, piece = lane % kPiecesOfRow;
+        if (r < min(num_rows, kKeyTile))
+          copy_async_16(to + 16 * (k + lane),
+                        from + r * kCacheRowBytes + first_channel() * kBits / 8 + 16 * piece);
+      }
+      if (lane < kKeyTile)
+        copy_async_4_or_zero(to + kKeyTile * kValueRowBytes + 4 * lane,
+                             scale + lane * kScaleRowBytes, lane < num_rows);
+    }
+  }
+
+  __device__ __forceinline__ static __half scale_at(const uint8_t *scales, int index) {
+    return reinterpret_cast<const __half *>(scales)[index];
+  }
+  __device__ __forceinline__ void expand_keys(const uint8_t *codes, uint8_t *to) const {
+    const uint8_t *scales_at = codes + kKeyTile * kCacheRowBytes;
+#pragma unroll
+    for (int i = 0; i < kKeyTile * kPieces; i += kWarp) {
+      const int r = (i + lane) / kPieces, piece = (i + lane) % kPieces;
+      *reinterpret_cast<uint4 *>(to + key_offset(r, piece)) = expand_codes<kBits>(
+          codes + r * kCacheRowBytes + piece * kBits, scale_at(scales_at, (i + lane) / 4));
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void expand_values(const uint8_t *codes, uint8_t *to) const {
+#pragma unroll
+    for (int tile_index = 0; tile_index < kHalfParts; ++tile_index) {
+      const uint8_t *scales_at = codes + kKeyTile * kValueRowBytes;
+#pragma unroll
+      for (int i = 0; i < kKeyTile * 8; i += kWarp) {
+        const int r = (i + lane) / 8, piece = lane % 8;
+        *reinterpret_cast<uint4 *>(to + r * kValueStride + ((piece ^ (r & 7)) << 4)) =
+            expand_codes<kBits>(codes + r * kValueRowBytes + piece * kBits,
+                                scale_at(scales_at, (i + lane) / 4));
+      }
+      codes += kCodeTileBytes;
+      to += kTileBytes;
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ int64_t scales_of(int index) const {
+    return __shfl_sync(0xffffffffu, scales, index);
+  }
   __device__ __forceinline__ const uint8_t *tile_of(int index) const {
     return reinterpret_cast<const uint8_t *>(
         __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(tile), index));

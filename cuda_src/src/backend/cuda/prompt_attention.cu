@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "backend/cuda/prompt_attention.cuh"
 #include "backend/cuda/prompt_attention.h"
 
@@ -5,26 +7,36 @@ namespace xllm::cuda {
 namespace {
 
 struct Choice {
-  int head_dim, depth;
+  int head_dim, bits, depth;  // bits: of a value in the cache
   void (*kernel)(AttentionArgs);
 };
 
 // Of a head size, the deepest ring first.
 constexpr Choice kChoices[] = {
-    {64, 4, prompt_attention_kernel<64, 4>},   {80, 2, prompt_attention_kernel<80, 2>},
-    {96, 2, prompt_attention_kernel<96, 2>},   {128, 4, prompt_attention_kernel<128, 4>},
-    {128, 2, prompt_attention_kernel<128, 2>}, {256, 2, prompt_attention_kernel<256, 2>},
+    {64, 16, 4, prompt_attention_kernel<64, 4>},
+    {80, 16, 2, prompt_attention_kernel<80, 2>},
+    {96, 16, 2, prompt_attention_kernel<96, 2>},
+    {128, 16, 4, prompt_attention_kernel<128, 4>},
+    {128, 16, 2, prompt_attention_kernel<128, 2>},
+    {256, 16, 2, prompt_attention_kernel<256, 2>},
+    {64, 8, 2, prompt_attention_kernel<64, 2, 8>},
+    {64, 4, 2, prompt_attention_kernel<64, 2, 4>},
+    {128, 8, 2, prompt_attention_kernel<128, 2, 8>},
+    {128, 4, 2, prompt_attention_kernel<128, 2, 4>},
 };
 
-bool has_room(const Device &device, const Choice &choice) {
-  return prompt_static_bytes(choice.head_dim) +
-             prompt_shared_bytes(choice.head_dim, choice.depth) <=
-         device.max_shared_bytes;
+int shared_bytes(const Choice &choice) {
+  return prompt_shared_bytes(choice.head_dim, choice.depth, choice.bits);
 }
 
-const Choice *find(const Device &device, int head_dim) {
+bool has_room(const Device &device, const Choice &choice) {
+  return prompt_static_bytes(choice.head_dim) + shared_bytes(choice) <= device.max_shared_bytes;
+}
+
+const Choice *find(const Device &device, int head_dim, int bits) {
   for (const Choice &choice : kChoices) {
-    if (choice.head_dim == head_dim && has_room(device, choice)) return &choice;
+    if (choice.head_dim == head_dim && choice.bits == bits && has_room(device, choice))
+      return &choice;
   }
   return nullptr;
 }
@@ -36,24 +48,28 @@ void prepare_prompt_attention(const Device &device) {
     if (!has_room(device, choice)) continue;
     const void *function = reinterpret_cast<const void *>(choice.kernel);
     check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               prompt_shared_bytes(choice.head_dim, choice.depth)),
+                               shared_bytes(choice)),
           "set shared memory size");
     prefer_shared_memory(function);
   }
 }
 
-bool has_prompt_attention(const Device &device, int head_dim) {
-  return find(device, head_dim) != nullptr;
+bool has_prompt_attention(const Device &device, int head_dim, int bits) {
+  return find(device, head_dim, bits) != nullptr;
 }
 
-void prompt_attention(const Launch &launch, const AttentionArgs &args, int num_splits,
-                      int num_tiles) {
-  const Choice &choice = *find(*launch.device, args.head_dim);
+void prompt_attention(const Launch &launch, AttentionArgs args, int num_splits, int num_tiles) {
+  const Choice &choice = *find(*launch.device, args.head_dim, args.kv.bits);
+  // CTAs for about two rounds of the device, of as many splits as that leaves each. Speed only.
+  const int64_t all = int64_t{num_splits} * num_tiles * args.kv.num_kv_heads;
+  const int64_t wanted = 2 * int64_t{launch.device->num_sms};
+  args.splits_per_cta =
+      static_cast<int>(std::min((all + wanted - 1) / wanted, int64_t{num_splits}));
+  const int ctas = (num_splits + args.splits_per_cta - 1) / args.splits_per_cta;
   launch_kernel(launch, "prompt_attention", choice.kernel,
-                dim3(static_cast<unsigned>(num_splits), static_cast<unsigned>(args.kv.num_kv_heads),
+                dim3(static_cast<unsigned>(ctas), static_cast<unsigned>(args.kv.num_kv_heads),
                      static_cast<unsigned>(num_tiles)),
-                kAttentionThreads,
-                static_cast<size_t>(prompt_shared_bytes(choice.head_dim, choice.depth)), args);
+                kAttentionThreads, static_cast<size_t>(shared_bytes(choice)), args);
 }
 
 }  // namespace xllm::cuda

@@ -7,9 +7,11 @@
 // alike: prompt_tiles.h), the same order of products. Keys past a row's own weigh nothing, and
 // adding nothing changes no sum.
 //
-// Each key and value is read once per tile and kv head, in place of once per row; bound by L2 and
-// by the tensor cores about alike. No windows: they begin at other keys in every row.
-//   shared  prompt_warp_bytes of each warp: depth slots of kv_stream.cuh; then its sums
+// Each key and value is read once per tile and kv head, in place of once per row. A CTA goes
+// through several splits, so that keys are on their way all the time. No windows: they begin at
+// other keys in every row.
+//   shared  stream_bytes of each warp (kv_stream.cuh), then sums of each warp: 64 channels by 32
+//           columns
 #pragma once
 
 #include "backend/cuda/attention.cuh"
@@ -18,28 +20,26 @@
 namespace xllm {
 namespace cuda {
 
-XLLM_HOST_DEVICE constexpr int prompt_warp_bytes(int head_dim, int depth) {
-  const int slots = depth * slot_bytes(head_dim, 1), sums = kPromptGroups * kChannels * 8 * 4;
-  return slots > sums ? slots : sums;
-}
-XLLM_HOST_DEVICE constexpr int prompt_shared_bytes(int head_dim, int depth) {
-  return kAttentionWarps * prompt_warp_bytes(head_dim, depth);
+constexpr int kPromptSumBytes = kChannels * kPromptColumns * 4;  // of a warp
+
+XLLM_HOST_DEVICE constexpr int prompt_shared_bytes(int head_dim, int depth, int bits = 16) {
+  return kAttentionWarps * (stream_bytes(head_dim, 1, depth, bits) + kPromptSumBytes);
 }
 XLLM_HOST_DEVICE constexpr int prompt_static_bytes(int head_dim) {
   return kPromptColumns * ((head_dim + 31) / 32 * 32 + 8) * 2 +
          kPromptColumns * (2 * kAttentionWarps + 1) * 4 + kPromptGroups * kRoundKeys * 16 + 64;
 }
 
-// Grid: x splits, y kv heads, z tiles args.first_tile + z. Keys and values of the rows are in the
-// cache.
-template <int kHeadDim, int kDepth>
+// Grid: x args.splits_per_cta splits, y kv heads, z tiles args.first_tile + z. Keys and values of
+// the rows are in the cache.
+template <int kHeadDim, int kDepth, int kBits = 16>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     prompt_attention_kernel(const __grid_constant__ AttentionArgs args) {
-  using Stream = KvStream<kHeadDim, 1, kDepth>;
+  using Stream = KvStream<kHeadDim, 1, kDepth, kBits>;
   constexpr int kGroups = kPromptGroups;
   constexpr int kSteps = kHeadDim / 16;
   constexpr int kStride = (kHeadDim + 31) / 32 * 32 + 8;  // of f16 rows in shared memory
-  constexpr int kWarpBytes = prompt_warp_bytes(kHeadDim, kDepth);
+  constexpr int kWarpBytes = stream_bytes(kHeadDim, 1, kDepth, kBits);
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(16) __half queries[kPromptColumns][kStride];
   __shared__ __align__(16) float largest[kPromptColumns][kAttentionWarps];
@@ -55,11 +55,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   const int tile_index = args.first_tile + static_cast<int>(blockIdx.z);
   const PromptTile tile = unpack_tile(args.tiles[tile_index]);
   const int position = args.positions[tile.first_row];
-  const int split = static_cast<int>(blockIdx.x);
-  // Of the first row and of the last: the longest.
-  const SplitRange first = split_range(args, position, split);
-  const SplitRange last = split_range(args, position + tile.num_rows - 1, split);
-  if (split >= last.count) {
+  // Of the last row, the longest; all rows have its shift.
+  const int contexts = position + tile.num_rows;
+  const int shift = split_shift(contexts);
+  const int num_splits = (contexts + (1 << shift) - 1) >> shift;
+  const int begin = static_cast<int>(blockIdx.x) * args.splits_per_cta << shift;
+  const int end = min(begin + (args.splits_per_cta << shift), contexts);
+  if (begin >= end) {
     wait_for_previous_kernel();
     return;
   }
@@ -73,17 +75,17 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   stream.kv_head = kv_head;
   stream.warp = warp;
   stream.lane = lane;
-  stream.end = stream.cached_end = last.end;
+  stream.end = stream.cached_end = end;
   wait_for_previous_kernel();
-  stream.template fetch<0>(last.begin);
-  stream.template fetch<1>(last.begin);
+  stream.template fetch<0>(begin);
+  stream.template fetch<1>(begin);
   if (kDepth >= 4) {
-    stream.template fetch<2>(last.begin);
-    stream.template fetch<3>(last.begin);
+    stream.template fetch<2>(begin);
+    stream.template fetch<3>(begin);
   }
   if (threadIdx.x < kPromptColumns) {
     const int row = min(static_cast<int>(threadIdx.x) / args.group_size, tile.num_rows - 1);
-    ends[threadIdx.x] = min(first.context + row, last.end);
+    ends[threadIdx.x] = position + 1 + row;
   }
   constexpr int kPieces = kHeadDim / 8;
   for (int i = static_cast<int>(threadIdx.x); i < num_columns * kPieces; i += kAttentionThreads) {
@@ -95,24 +97,31 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   }
   __syncthreads();
 
-  AttentionState<kGroups> state = {};
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) state.m[n][0] = state.m[n][1] = negative_infinity();
-  const int inner_end = min(first.context, last.end);  // keys that all rows attend to
+  AttentionState<kGroups> state;
+  const int local_row = tile.first_row - args.first_row;
+  float *sums =
+      reinterpret_cast<float *>(shared + kAttentionWarps * kWarpBytes + warp * kPromptSumBytes);
 #pragma unroll 1
-  for (int round = last.begin; round < last.end; round += kRoundKeys) {
+  for (int round = begin; round < end; round += kRoundKeys) {
+    const bool is_first = (round & ((1 << shift) - 1)) == 0;  // of its split
+    if (is_first) {
+      state = {};
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) state.m[n][0] = state.m[n][1] = negative_infinity();
+    }
     // The warp's two tiles at once: queries are loaded for both.
     // note: rows of `queries` without a head hold anything; they are columns of their own, unused.
     float s[2][kGroups][2][4] = {};
     wait_for_copies<kDepth - 2>();
     __syncwarp();
     {
+      const uint8_t *keys[2] = {stream.template keys<0>(), stream.template keys<1>()};
       uint32_t b[kGroups][4];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t a[2][4];
-        stream.key_operand(stream.template slot<0>(), step, a[0]);
-        stream.key_operand(stream.template slot<1>(), step, a[1]);
+        stream.key_operand(keys[0], step, a[0]);
+        stream.key_operand(keys[1], step, a[1]);
 #pragma unroll
         for (int n = 0; n < kGroups; ++n) {
           if (step % 2 == 0)
@@ -130,7 +139,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = round + kKeyTile * (kAttentionWarps * i + warp);
-      const bool is_inner = key + kKeyTile <= inner_end;
+      const bool is_inner = key + kKeyTile <= position + 1;  // keys that all rows attend to
 #pragma unroll
       for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
@@ -141,7 +150,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         }
       }
     }
-    softmax_round<kGroups>(x, largest, warp, round == last.begin, &state);
+    softmax_round<kGroups>(x, largest, warp, is_first, &state);
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
@@ -176,79 +185,89 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
       __syncwarp();
     };
     stream.wait();
-    add_values(0, stream.template slot<2>());
-    if (round + kHalfTiles * kKeyTile >= last.end) break;
-    stream.template fetch<2 + kDepth>(round);
-    stream.wait();
-    add_values(1, stream.template slot<3>());
-    stream.template fetch<3 + kDepth>(round);
+    add_values(0, stream.template values<2>());
+    if (round + kHalfTiles * kKeyTile < end) {
+      stream.template fetch<2 + kDepth>(round);
+      stream.wait();
+      add_values(1, stream.template values<3>());
+      stream.template fetch<3 + kDepth>(round);
+    }
+    const int next = round + kRoundKeys;
+    if (next < end && (next & ((1 << shift) - 1)) != 0) continue;
+
+    // The split is done: the parts of a group of channels together, as in attention.cuh.
+    const int split = round >> shift;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int step = 0; step < kChannelSteps; ++step) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          reinterpret_cast<float2 *>(sums)[((n * kChannelSteps + step) * 2 + k) * kWarp + lane] =
+              make_float2(state.out[n][step][2 * k], state.out[n][step][2 * k + 1]);
+        }
+      }
+      if (g == 0 && warp < Stream::kParts) {
+        total[warp][8 * n + 2 * t] = state.ones[n][0];
+        total[warp][8 * n + 2 * t + 1] = state.ones[n][1];
+      }
+    }
+    __syncthreads();
+    // note: they are read before anybody comes to the barriers of the next round, and written
+    // after.
+    const float *group_sums = sums - stream.part() * (kPromptSumBytes / 4);
+#pragma unroll 1
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = 8 * n + 2 * t + i, row = column / args.group_size;
+        const int context = position + 1 + row;
+        if (column >= num_columns || split << shift >= context) continue;
+        const int head = first_head + column - row * args.group_size;
+        const int64_t entry =
+            (static_cast<int64_t>(local_row + row) * args.num_heads + head) * args.max_splits +
+            split;
+        float sum = total[0][column];
+#pragma unroll
+        for (int p = 1; p < Stream::kParts; ++p) sum = __fadd_rn(sum, total[p][column]);
+        float *to = args.partial_out + entry * kHeadDim, factor = 1.0f;
+        if (context <= 1 << shift) {
+          to = args.out +
+               (static_cast<int64_t>(tile.first_row + row) * args.num_heads + head) * kHeadDim;
+          factor = inverse_of(sum);
+        } else if (warp == 0 && g == 0) {
+          float m = state.m[0][i];
+#pragma unroll
+          for (int k = 1; k < kGroups; ++k) m = n == k ? state.m[k][i] : m;
+          args.partial_stats[entry] = make_float2(m, sum);
+        }
+#pragma unroll
+        for (int k = 0; k < 2 * kChannelSteps / Stream::kParts; ++k) {
+          const int eighth = stream.part() + Stream::kParts * k;  // of the 64 channels
+          const int channel = stream.first_channel() + 8 * eighth + g;
+          if (kHeadDim % kChannels != 0 && channel >= kHeadDim) break;
+          const float *from =
+              group_sums + ((n * 2 * kChannelSteps + eighth) * kWarp + lane) * 2 + i;
+          float y = from[0];
+#pragma unroll
+          for (int p = 1; p < Stream::kParts; ++p)
+            y = __fadd_rn(y, from[p * (kPromptSumBytes / 4)]);
+          to[channel] = __fmul_rn(y, factor);
+        }
+      }
+    }
   }
   wait_for_copies<0>();
-  __syncwarp();
-
-  // The parts of a group of channels together, as in attention.cuh.
-  float *sums = reinterpret_cast<float *>(stream.slots);
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-    for (int step = 0; step < kChannelSteps; ++step) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        reinterpret_cast<float2 *>(sums)[((n * kChannelSteps + step) * 2 + k) * kWarp + lane] =
-            make_float2(state.out[n][step][2 * k], state.out[n][step][2 * k + 1]);
-      }
-    }
-    if (g == 0 && warp < Stream::kParts) {
-      total[warp][8 * n + 2 * t] = state.ones[n][0];
-      total[warp][8 * n + 2 * t + 1] = state.ones[n][1];
-    }
-  }
-  __syncthreads();
-  const float *group_sums = sums - stream.part() * (kWarpBytes / 4);
-  const int local_row = tile.first_row - args.first_row;
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = 8 * n + 2 * t + i, row = column / args.group_size;
-      const int count = split_range(args, position + row, split).count;
-      if (column >= num_columns || split >= count) continue;
-      const int head = first_head + column - row * args.group_size;
-      const int64_t entry =
-          (static_cast<int64_t>(local_row + row) * args.num_heads + head) * gridDim.x + split;
-      float sum = total[0][column];
-#pragma unroll
-      for (int p = 1; p < Stream::kParts; ++p) sum = __fadd_rn(sum, total[p][column]);
-      float *to = args.partial_out + entry * kHeadDim, factor = 1.0f;
-      if (count == 1) {
-        to = args.out +
-             (static_cast<int64_t>(tile.first_row + row) * args.num_heads + head) * kHeadDim;
-        factor = inverse_of(sum);
-      } else if (warp == 0 && g == 0) {
-        args.partial_stats[entry] = make_float2(state.m[n][i], sum);
-      }
-#pragma unroll
-      for (int k = 0; k < 2 * kChannelSteps / Stream::kParts; ++k) {
-        const int eighth = stream.part() + Stream::kParts * k;  // of the 64 channels
-        const int channel = stream.first_channel() + 8 * eighth + g;
-        if (kHeadDim % kChannels != 0 && channel >= kHeadDim) break;
-        const float *from = group_sums + ((n * 2 * kChannelSteps + eighth) * kWarp + lane) * 2 + i;
-        float y = from[0];
-#pragma unroll
-        for (int p = 1; p < Stream::kParts; ++p) y = __fadd_rn(y, from[p * (kWarpBytes / 4)]);
-        to[channel] = __fmul_rn(y, factor);
-      }
-    }
-  }
-  if (last.count == 1) return;
+  if (num_splits == 1) return;
+  const int num_ctas = (num_splits + args.splits_per_cta - 1) / args.splits_per_cta;
   if (!is_last_arriver(args.counters + static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y,
-                       last.count))
+                       num_ctas))
     return;
   for (int row = 0; row < tile.num_rows; ++row) {
-    const SplitRange range = split_range(args, position + row, split);
+    const SplitRange range = split_range(args, position + row, 0);
     if (range.count == 1) continue;
     merge_splits<kAttentionThreads>(args, local_row + row, first_head, args.group_size, range,
-                                    reinterpret_cast<float *>(shared));
+                                    args.max_splits, reinterpret_cast<float *>(shared));
     __syncthreads();
   }
 }

@@ -9,11 +9,12 @@ namespace xllm::cuda {
 // Opts the kernels in to the shared memory they use; once per device.
 void prepare_prompt_attention(const Device &device);
 
-// False: every row takes the kernel of attention.cuh. The cache is one that it takes.
-bool has_prompt_attention(const Device &device, int head_dim);
+// False: every row takes the kernel of attention.cuh. The cache is one that it takes; bits: of a
+// value there.
+bool has_prompt_attention(const Device &device, int head_dim, int bits);
 
 // Rows of `num_tiles` tiles from args.first_tile on, whose contexts have at most num_splits splits.
-void prompt_attention(const Launch &launch, const AttentionArgs &args, int num_splits,
-                      int num_tiles);
+// args.max_splits: at least as many.
+void prompt_attention(const Launch &launch, AttentionArgs args, int num_splits, int num_tiles);
 
 }  // namespace xllm::cuda

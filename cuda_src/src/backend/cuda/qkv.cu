@@ -39,7 +39,6 @@ void CudaBackend::qkv(Workspace &ws_base, const WeightSet &weights_base, int lay
   CudaWorkspace &ws = as_cuda(ws_base);
   const CudaWeights &weights = as_cuda(weights_base);
   if (records(ws, 2, layer, kv.base, kv.layout.block_bytes(), kv.layout.block_size)) return;
-  check_kv(kv);
   if (is_f32(weights)) return f32_qkv(ws, weights, layer, kv);
   const ModelDims &dims = weights.dims;
   const CudaLayer &of = weights.layers[static_cast<size_t>(layer)];

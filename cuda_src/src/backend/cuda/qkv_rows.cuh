@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/head_rows.cuh"
+#include "backend/cuda/kv_codes.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -27,6 +28,16 @@ __global__ void __launch_bounds__(kQkvWarps *kWarp)
   const auto factors = head_factors<kMaxHeadDim>(args, dim, kind, position);
   float v[kMaxHeadDim / 128][4];
   finish_head<kMaxHeadDim, false>(args, dim, kind, factors, head_source(args, row, head, dim), v);
+  if (args.kv.bits != 16) {
+    spread_head(dim, v);
+    if (kind != HeadKind::kQuery) {
+      const int64_t index = args.kv_indices[row];
+      if (index < 0) return;
+      store_codes(args.kv, args.kv.page(args.kv.block_of(index), head - args.num_heads),
+                  args.kv.row_of(index), dim, v);
+      return;
+    }
+  }
   __half *to = kind == HeadKind::kQuery
                    ? args.q + (static_cast<int64_t>(row) * args.num_heads + head) * dim
                    : cache_row(args, row, head - args.num_heads, dim);
