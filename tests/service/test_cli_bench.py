@@ -142,6 +142,15 @@ def test_steps_count_while_all_requests_decode(clock: Clock) -> None:
     assert sorted(core.cancelled) == list(range(1, 9))
 
 
+def test_prompts_cut_smaller_than_a_chunk_are_waited_for(clock: Clock) -> None:
+    # As an engine cuts them that keeps the gap between tokens short on a slow machine.
+    core = SteppedCore(clock)
+    core.chunk = 4
+    sample = measure(engine_of(core), Cell(32, 16, 8), "s")
+    assert sample.prefill_s == [64.0]
+    assert clock.now == 64 + 15
+
+
 def test_a_run_leaves_an_empty_engine(clock: Clock) -> None:
     core = SteppedCore(clock)
     engine = engine_of(core)
