@@ -118,8 +118,21 @@ async def test_several_streams_share_wake_ups_where_the_engine_needs_every_core(
             engine.token(number, "e")
         await client.load()
         assert engine.num_waiting_events == 3
-        server.served.roster.first.engine._end_rest()
+        beside: Any = server.served.roster.first.engine
+        beside._end_rest()
         assert [await read(1), await read(2)] == [("ee", 2), ("e", 1)]
+        # Where masks are wanted events are taken at once, and handed out as seldom.
+        beside._end_rest()
+        beside._constrained[99] = None
+        for number in (1, 2):
+            engine.token(number, "f")
+        assert [await read(1), await read(2)] == [("f", 1), ("f", 1)]
+        for number in (1, 2, 1):
+            engine.token(number, "g")
+            await eventually(lambda: engine.num_waiting_events == 0)
+        assert len(beside._taken) == 3
+        beside._end_rest()
+        assert [await read(1), await read(2)] == [("gg", 2), ("g", 1)]
         for stream in streams:
             stream.close()
 

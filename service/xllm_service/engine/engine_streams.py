@@ -80,7 +80,8 @@ class EngineStreams:
         self._fd = core.event_fd
         takes_all_cores = self.info.device_kind == "cpu" and self.info.num_threads >= len(os.sched_getaffinity(0))
         self._least_interval_s = _LEAST_INTERVAL_S if takes_all_cores else 0.0
-        self._resting: asyncio.TimerHandle | None = None
+        self._resting: asyncio.TimerHandle | None = None  # nothing is handed out before it has run
+        self._taken: list[Event] = []  # and not handed out yet
         self._loop.add_reader(self._fd, self._dispatch)
         self._watcher = self._loop.create_task(self._watch(), name="xllm-engine-watch")
 
@@ -207,16 +208,23 @@ class EngineStreams:
             raise failure from error
 
     def _dispatch(self) -> None:
-        """Hand out what one step, or several, have brought."""
+        """Take what one step, or several, have brought, and hand it out unless that has just been done."""
         try:
             events = self._core.take_events()
         except XllmError as error:
             # The descriptor stays readable from now on: there is nothing more to read.
             self._loop.remove_reader(self._fd)
+            self._hand_out()
             self._fail_all(to_service_error(error))
             return
         if self._constrained:
-            self._advance_masks(events)
+            self._advance_masks(events)  # wanted at once
+        self._taken += events
+        if self._resting is None:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        events, self._taken = self._taken, []
         streams, now = self._streams, time.monotonic()
         decoding = set[int]()
         for event in events:
@@ -241,15 +249,10 @@ class EngineStreams:
                 stream.put(end, now)
         if decoding:
             self.on_batch(len(decoding))
-        if len(decoding) > 1 and self._least_interval_s and not self._constrained:  # masks are wanted at once
-            self._rest()
-
-    def _rest(self) -> None:
-        """Leave what the next steps bring where it is for a moment."""
-        if self._resting is not None:
-            return
-        self._loop.remove_reader(self._fd)
-        self._resting = self._loop.call_later(self._least_interval_s, self._end_rest)
+        if len(decoding) > 1 and self._least_interval_s and self._resting is None:
+            if not self._constrained:
+                self._loop.remove_reader(self._fd)
+            self._resting = self._loop.call_later(self._least_interval_s, self._end_rest)
 
     def _end_rest(self) -> None:
         self._resting = None
