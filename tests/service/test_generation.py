@@ -98,11 +98,12 @@ async def test_several_streams_share_wake_ups_where_the_engine_needs_every_core(
     monkeypatch.setattr("xllm_service.engine.engine_streams._LEAST_INTERVAL_S", 3600.0)
     engine.info = replace(engine.info, num_threads=4096)
     async with serve() as (server, client):
-        streams = [client.generate("x"), client.generate("y")]
-        await eventually(lambda: len(engine.live) == 2)
-        for number, stream in enumerate(streams, 1):
+        streams = []
+        for number in (1, 2):
+            streams.append(client.generate("x"))
+            await eventually(lambda: engine.live[-1:] == [number])  # noqa: B023  # called at once
             engine.accept(number)
-            assert (await anext(stream)).kind == "accepted"
+            assert (await anext(streams[-1])).kind == "accepted"
 
         async def read(number: int) -> tuple[str, int]:
             delta = (await anext(streams[number - 1])).message.delta
