@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.machine import describe
 from xllm_client import NO_RETRY, AsyncClient
 from xllm_service.app import running
 from xllm_service.config import load_config
@@ -112,7 +113,7 @@ def main() -> None:
     print(f"constrained / free: median {result['ratio_median']:.3f} ({span})")
     print(f"processor time, constrained / free: median {result['cpu_ratio_median']:.3f}")
     if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.json.write_text(json.dumps({"machine": describe(), "rows": [result]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

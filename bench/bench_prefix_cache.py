@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
+from bench.machine import describe
 from cyengine import Engine, EngineConfig, FinishedEvent, Model, Request, TokenEvent
 
 _NUM_TOKENS = 8
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=64, help="tokens of each prompt's own")
     parser.add_argument("--pairs", type=int, default=7, help="turns, each with and without")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with Model(options.model) as model, Engine(model, EngineConfig(num_threads=options.threads)) as engine:
         num_ids = model.info.num_real_tokens
@@ -54,6 +58,18 @@ def main() -> int:
     print(f"{options.shared} shared + {options.new} new tokens, {options.pairs} turns; {num_cached} tokens cached")
     print(f"time to first token: {1e3 * without:.1f} ms without the cache, {1e3 * cached_s:.1f} ms with it")
     print(f"ratio {cached_s / without:.1%}; bytes {'equal' if is_same else 'DIFFER'}")
+    row = {
+        "model": Path(options.model).stem,
+        "shared_tokens": options.shared,
+        "new_tokens": options.new,
+        "cached_tokens": num_cached,
+        "ttft_ms_without": [round(1e3 * value, 1) for value in times[True]],
+        "ttft_ms_with": [round(1e3 * value, 1) for value in times[False]],
+        "ratio": round(cached_s / without, 4),
+        "same_bytes": is_same,
+    }
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe(), "rows": [row]}, indent=1) + "\n")
     return 0 if is_same else 1
 
 

@@ -7,9 +7,12 @@ while the prompt is computed, beside the bound; and the same without a bound.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from bench.machine import describe
 from cyengine import Engine, EngineConfig, FinishedEvent, Model, Request, TokenEvent
 
 _NUM_BEFORE = 40  # tokens of each stream before the prompt comes
@@ -52,7 +55,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=6000, help="tokens of the long prompt")
     parser.add_argument("--bound", type=float, default=0.2, help="seconds")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    rows = []
     with Model(options.model) as model:
         prompt = [(7 * i + i * i % 101) % model.info.num_real_tokens for i in range(options.prompt)]
         for bound in (options.bound, 0.0):
@@ -64,11 +69,24 @@ def main() -> int:
             )
             with Engine(model, config) as engine:
                 before, beside, ttft_s = worst_gaps(engine, options.streams, prompt)
+            rows.append(
+                {
+                    "model": Path(options.model).stem,
+                    "bound_ms": 1e3 * bound or None,
+                    "streams": options.streams,
+                    "prompt_tokens": options.prompt,
+                    "worst_gap_before_ms": round(1e3 * before, 1),
+                    "worst_gap_beside_ms": round(1e3 * beside, 1),
+                    "ttft_ms": round(1e3 * ttft_s, 1),
+                }
+            )
             told = f"bound {1e3 * bound:.0f} ms" if bound else "no bound"
             print(
                 f"{told}: worst gap of {options.streams} streams {1e3 * before:.0f} ms before, "
                 f"{1e3 * beside:.0f} ms beside a prompt of {options.prompt} tokens (first token after {ttft_s:.2f} s)"
             )
+    if options.json:
+        options.json.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
     return 0
 
 
