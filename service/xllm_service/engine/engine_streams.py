@@ -78,8 +78,7 @@ class EngineStreams:
         self._constrained: dict[int, Constrained] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
-        takes_all_cores = self.info.device_kind == "cpu" and self.info.num_threads >= len(os.sched_getaffinity(0))
-        self._least_interval_s = _LEAST_INTERVAL_S if takes_all_cores else 0.0
+        self._least_interval_s = _LEAST_INTERVAL_S if _takes_all_cores(self.info) else 0.0
         self._resting: asyncio.TimerHandle | None = None  # nothing is handed out before it has run
         self._taken: list[Event] = []  # and not handed out yet
         self._loop.add_reader(self._fd, self._dispatch)
@@ -296,3 +295,9 @@ class EngineStreams:
                     )
                     if stream.on_stall is not None:
                         stream.on_stall()
+
+
+def _takes_all_cores(info: EngineInfo) -> bool:
+    """Whether an engine computes on all that this process may use."""
+    has_all = info.num_threads >= len(os.sched_getaffinity(0)) or info.threads_limit == "cgroup quota"
+    return info.device_kind == "cpu" and has_all
