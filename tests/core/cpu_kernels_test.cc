@@ -237,13 +237,46 @@ TEST_P(DotTest, InterleavedRowsGiveTheBytesOfTheScalarOne) {
   }
 }
 
+// So many that a set may unpack the weights first, in pieces, and take the activations in turns.
+TEST_P(DotTest, ManyActivationsGiveTheBytesOfTheScalarOne) {
+  const DType dtype = GetParam();
+  if (!cpu::can_interleave(dtype)) return;
+  const std::vector<const Kernels *> kernels = all_kernels();
+  const int rows = 19, most = 261;
+  for (const Sample sample : {Sample::kRandom, Sample::kMaxCodes}) {
+    for (const int cols : {256, 768, 1536}) {
+      const std::vector<uint8_t> weights = make_rows(dtype, rows, cols, sample, 3);
+      const ActBatch batch(*kernels[0], most, cols, 17);
+      std::vector<std::vector<float>> truth;
+      for (int t = 0; t < most; ++t)
+        truth.push_back(dot_all(*kernels[0], dtype, weights, rows, cols, batch, t, 1));
+      for (const Kernels *other : kernels) {
+        if (other->tiles[static_cast<int>(dtype)] == nullptr) continue;
+        for (const int count : {63, 64, 66, 70, 127, 128, 129, 134, most}) {
+          std::vector<ActRow> acts;
+          for (int t = 0; t < count; ++t) acts.push_back(batch.row(t));
+          const std::vector<float> found =
+              dot_interleaved(*other, dtype, weights, rows, cols, acts);
+          for (int t = 0; t < count; ++t) {
+            const std::vector<float> &expected = truth[static_cast<size_t>(t)];
+            ASSERT_EQ(0, std::memcmp(expected.data(), found.data() + t * rows,
+                                     expected.size() * sizeof(float)))
+                << other->name << " sample " << static_cast<int>(sample) << " columns " << cols
+                << " token " << t << " of " << count;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(DotTest, TheTwoPlanesOfATokenAreAdded) {
   const DType dtype = GetParam();
   if (!cpu::can_interleave(dtype)) return;
   const std::vector<const Kernels *> kernels = all_kernels();
   const int rows = 23, cols = 768;
   const std::vector<uint8_t> weights = make_rows(dtype, rows, cols, Sample::kRandom, 3);
-  const ActBatch batch(*kernels[0], 11, cols, 17);
+  const ActBatch batch(*kernels[0], 67, cols, 17);
   const auto product_of = [&](ActRow act) {
     std::vector<float> out(static_cast<size_t>(rows));
     kernels[0]->dots[static_cast<int>(dtype)](weights.data(),
@@ -253,7 +286,7 @@ TEST_P(DotTest, TheTwoPlanesOfATokenAreAdded) {
   };
   for (const Kernels *other : kernels) {
     if (other->tiles[static_cast<int>(dtype)] == nullptr) continue;
-    for (const int count : {1, 2, 3, 4, 5, 7, 8, 11}) {
+    for (const int count : {1, 2, 3, 4, 5, 7, 8, 11, 32, 67}) {
       std::vector<ActRow> acts;
       for (int t = 0; t < count; ++t) {
         for (const int plane : {0, 1}) acts.push_back(batch.row(t, plane));

@@ -20,8 +20,8 @@ void pack_activations(const ActRow &act, int row, int num_rows, int tile_rows, i
       first_block * block_bytes;
   for (int a = first / 32; a < (first + count) / 32; ++a, block += block_bytes) {
     // PackedBlock<width>, whose arrays follow one another.
-    const int32_t halves[2] = {-act.sum[2 * a], -act.sum[2 * a + 1]};
-    const int32_t whole = halves[0] + halves[1];
+    const int32_t sums[2] = {-act.sum[2 * a], -act.sum[2 * a + 1]};
+    const int32_t whole = sums[0] + sums[1], halves[2] = {32 * sums[0], 32 * sums[1]};
     std::memcpy(block + 32 * i, act.q + 32 * a, 32);
     std::memcpy(block + 32 * w + 4 * i, act.d + a, 4);
     std::memcpy(block + 36 * w + 4 * i, act.ds + a, 4);

@@ -25,7 +25,7 @@ struct PackedBlock {
   float d[T];
   float ds[T];
   int32_t whole[T];    // -sum(q), for types whose codes stand above their values
-  int32_t half[2][T];  // the same of columns 0 to 15 and 16 to 31
+  int32_t half[2][T];  // 32 times the same of columns 0 to 15 and 16 to 31: what q6_k stands above
 };
 
 // Bytes of a row in each block.

@@ -65,7 +65,7 @@ inline typename V::I high_nibbles(typename V::I x) {
 // The integer that a dot of codes raised by kOffset starts from: kOffset * minus_sum.
 template <typename V, int kOffset>
 inline typename V::I start_of(int32_t minus_sum) {
-  constexpr int kShift = kOffset == 128 ? 7 : kOffset == 32 ? 5 : kOffset == 16 ? 4 : 3;
+  constexpr int kShift = kOffset == 128 ? 7 : kOffset == 16 ? 4 : 3;
   static_assert(kOffset == 1 << kShift, "a power of two");
   return V::template shift_left<kShift>(V::set1(minus_sum));
 }
@@ -212,6 +212,8 @@ struct TilePlain {
 };
 
 // ---- super-blocks ----
+// Of one or few groups of activations they are multiplied as they are unpacked; of more, a piece of
+// a tile is unpacked once for all of them, as far as both stay in the first cache (kTogether).
 // Each type: its codes, its scales per 32 (q4_k, q5_k, with mins) or per 16 (q6_k).
 
 // Byte j of every word as f32.
@@ -255,6 +257,15 @@ inline void nibbles_of_k4(const Tile<V> &tile, int first, typename V::I w[8]) {
     w[g] = s % 2 == 0 ? low_nibbles<V>(x) : high_nibbles<V>(x);
   }
 }
+
+// A super-block of each row of a vector, unpacked.
+template <typename V>
+struct UnpackedTile {
+  typename V::I codes[8][8];
+  typename V::F scales[16];  // per 32, or per 16
+  typename V::F mins[8];
+  typename V::F d, dmin;
+};
 
 struct TileQ4_K {
   static constexpr int kBytes = sizeof(BlockQ4_K);
@@ -310,6 +321,52 @@ struct TileK4 {
       least[t] = V::fma(V::set1_float(acts[8 * b + s].ds[t]), min, least[t]);
   }
 
+  template <int s>
+  static void unpack_sub_block(const Tile<V> &tile, const TileScalesK4<V> &scales,
+                               UnpackedTile<V> *out) {
+    Type::template codes<V, s>(tile, out->codes[s]);
+    out->scales[s] = scales.template scale_of<s>();
+    out->mins[s] = scales.template min_of<s>();
+  }
+
+  static void unpack(const Tile<V> &tile, UnpackedTile<V> *out) {
+    const TileScalesK4<V> scales(tile);
+    unpack_sub_block<0>(tile, scales, out);
+    unpack_sub_block<1>(tile, scales, out);
+    unpack_sub_block<2>(tile, scales, out);
+    unpack_sub_block<3>(tile, scales, out);
+    unpack_sub_block<4>(tile, scales, out);
+    unpack_sub_block<5>(tile, scales, out);
+    unpack_sub_block<6>(tile, scales, out);
+    unpack_sub_block<7>(tile, scales, out);
+    out->d = tile.low_half(0);
+    out->dmin = tile.high_half(0);
+  }
+
+  // add_block of a tile that is unpacked, with the super-block's activations.
+  static void add_unpacked(const UnpackedTile<V> &tile, const PackedBlock<T> *acts, F acc[T]) {
+    F inner[T];
+    for (int t = 0; t < T; ++t) inner[t] = V::zero();
+    for (int s = 0; s < 8; ++s) {
+      const PackedBlock<T> &act = acts[s];
+      const F scale = tile.scales[s];
+      for_each_dot<V, Type::kCodes, 8, T>(
+          tile.codes[s], act.q, 0, [](int) { return V::set1(0); },
+          [&](int t, I sum) {
+            inner[t] = V::fma(V::set1_float(act.d[t]), V::mul(V::to_float(sum), scale), inner[t]);
+          });
+    }
+    for (int t = 0; t < T; ++t) acc[t] = V::fma(tile.d, inner[t], acc[t]);
+    F least[T];
+    for (int t = 0; t < T; ++t) least[t] = V::zero();
+#pragma GCC unroll 8
+    for (int s = 0; s < 8; ++s) {
+      for (int t = 0; t < T; ++t)
+        least[t] = V::fma(V::set1_float(acts[s].ds[t]), tile.mins[s], least[t]);
+    }
+    for (int t = 0; t < T; ++t) acc[t] = V::negated_fma(tile.dmin, least[t], acc[t]);
+  }
+
   // The mins come last, so that they take no registers before.
   void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {
     const TileScalesK4<V> scales(tile);
@@ -339,7 +396,7 @@ struct TileK4 {
   }
 };
 
-// Words of a tile: scales 0 to 3; of each half qh 8, ql 16.
+// Words of a tile of q6_k: scales 0 to 3; of each half qh 8, ql 16.
 template <typename V, int s>
 inline void codes_of_q6_k(const Tile<V> &tile, typename V::I w[8]) {
   using I = typename V::I;
@@ -377,15 +434,56 @@ struct TileQ6_K {
             scale2 = signed_byte_to_float<V, 2 * (s % 2) + 1>(scales);
     F first[T];
     for_each_dot<V, Codes::k6Bits, 4, T>(
-        w, act.q, 0, [&](int t) { return start_of<V, 32>(act.half[0][t]); },
+        w, act.q, 0, [&](int t) { return V::set1(act.half[0][t]); },
         [&](int t, I sum) { first[t] = V::mul(V::to_float(sum), scale); });
     for_each_dot<V, Codes::k6Bits, 4, T>(
-        w + 4, act.q, 16, [&](int t) { return start_of<V, 32>(act.half[1][t]); },
+        w + 4, act.q, 16, [&](int t) { return V::set1(act.half[1][t]); },
         [&](int t, I sum) {
           // Exact: both products and their sum are integers below 2^24.
           const F both = V::fma(V::to_float(sum), scale2, first[t]);
           inner[t] = V::fma(V::set1_float(act.d[t]), both, inner[t]);
         });
+  }
+
+  template <int s>
+  static void unpack_sub_block(const Tile<V> &tile, UnpackedTile<V> *out) {
+    codes_of_q6_k<V, s>(tile, out->codes[s]);
+    const I scales = tile.word(s / 2);
+    out->scales[2 * s] = signed_byte_to_float<V, 2 * (s % 2)>(scales);
+    out->scales[2 * s + 1] = signed_byte_to_float<V, 2 * (s % 2) + 1>(scales);
+  }
+
+  static void unpack(const Tile<V> &tile, UnpackedTile<V> *out) {
+    unpack_sub_block<0>(tile, out);
+    unpack_sub_block<1>(tile, out);
+    unpack_sub_block<2>(tile, out);
+    unpack_sub_block<3>(tile, out);
+    unpack_sub_block<4>(tile, out);
+    unpack_sub_block<5>(tile, out);
+    unpack_sub_block<6>(tile, out);
+    unpack_sub_block<7>(tile, out);
+    out->d = tile.half();
+  }
+
+  // add_block of a tile that is unpacked, with the super-block's activations.
+  static void add_unpacked(const UnpackedTile<V> &tile, const PackedBlock<T> *acts, F acc[T]) {
+    F inner[T];
+    for (int t = 0; t < T; ++t) inner[t] = V::zero();
+    for (int s = 0; s < 8; ++s) {
+      const PackedBlock<T> &act = acts[s];
+      const F scale = tile.scales[2 * s], scale2 = tile.scales[2 * s + 1];
+      F first[T];
+      for_each_dot<V, Codes::k6Bits, 4, T>(
+          tile.codes[s], act.q, 0, [&](int t) { return V::set1(act.half[0][t]); },
+          [&](int t, I sum) { first[t] = V::mul(V::to_float(sum), scale); });
+      for_each_dot<V, Codes::k6Bits, 4, T>(
+          tile.codes[s] + 4, act.q, 16, [&](int t) { return V::set1(act.half[1][t]); },
+          [&](int t, I sum) {
+            const F both = V::fma(V::to_float(sum), scale2, first[t]);
+            inner[t] = V::fma(V::set1_float(act.d[t]), both, inner[t]);
+          });
+    }
+    for (int t = 0; t < T; ++t) acc[t] = V::fma(tile.d, inner[t], acc[t]);
   }
 
   void add_block(const Tile<V> &tile, const PackedBlock<T> *acts, int b) {
@@ -406,6 +504,24 @@ struct TileQ6_K {
 
 // ---- rows and tokens ----
 
+// Rows of one vector, num_rows of them wanted, of the tokens whose sums are acc [num_acts].
+template <typename V>
+inline void store_sums(const typename V::F *acc, int num_rows, int num_acts, int num_planes,
+                       float *out, int64_t out_stride) {
+  for (int t = 0; t < num_acts; t += num_planes) {
+    float *to = out + t / num_planes * out_stride;
+    typename V::F sum = acc[t];
+    if (num_planes == 2) sum = V::fma(V::set1_float(1), acc[t + 1], sum);
+    if (num_rows >= V::kRows) {
+      V::store(to, sum);
+    } else {
+      float whole[V::kRows];
+      V::store(whole, sum);
+      std::memcpy(to, whole, static_cast<size_t>(num_rows) * sizeof(float));
+    }
+  }
+}
+
 // Sixteen rows (num_rows of them wanted) by a group of T rows of activations, num_acts of them
 // wanted: whole tokens of num_planes each.
 template <typename V, typename Product, int T>
@@ -423,20 +539,66 @@ inline void multiply_tile(const uint8_t *weights, int num_rows, const uint8_t *g
       tile.words += kTileBytes;
       tile.halves += kTileBytes;
     }
-    const int rows = num_rows - r < V::kRows ? num_rows - r : V::kRows;
-    for (int t = 0; t < num_acts; t += num_planes) {
-      float *to = out + t / num_planes * out_stride + r;
-      typename V::F sum = product.acc[t];
-      if (num_planes == 2) sum = V::fma(V::set1_float(1), product.acc[t + 1], sum);
-      if (rows == V::kRows) {
-        V::store(to, sum);
+    store_sums<V>(product.acc, num_rows - r, num_acts, num_planes, out + r, out_stride);
+  }
+}
+
+// Super-blocks that are unpacked at a time, and rows of activations that pass over them: what is
+// unpacked, a group's activations and all sums stay in the first cache.
+constexpr int kUnpackedBlocks = 2;
+constexpr int kUnpackedActs = 128;
+// From so many rows of activations on it is worth it: with few, unpacking waits for the memory
+// alone.
+constexpr int kUnpackFrom = 64;
+
+template <typename V, typename Product, int T>
+inline void multiply_unpacked(const UnpackedTile<V> *tiles, int num_tiles, const uint8_t *group,
+                              bool is_first, typename V::F *acc) {
+  const auto *acts = reinterpret_cast<const PackedBlock<T> *>(group);
+  typename V::F sums[T];
+  for (int t = 0; t < T; ++t) sums[t] = is_first ? V::zero() : acc[t];
+  for (int i = 0; i < num_tiles; ++i) Product::add_unpacked(tiles[i], acts + 8 * i, sums);
+  for (int t = 0; t < T; ++t) acc[t] = sums[t];
+}
+
+// Sixteen rows, as many as a vector has, by up to kUnpackedActs rows of activations.
+template <typename V, template <int> class P>
+void multiply_all_unpacked(const uint8_t *weights, int num_rows, const uint8_t *acts, int num_acts,
+                           int acts_left, int num_planes, int cols, float *out,
+                           int64_t out_stride) {
+  using Product = P<V::kMaxTokens>;
+  constexpr int kHalfBytes = Product::kHasHalf ? 2 * kInterleavedRows : 0;
+  constexpr int kTileBytes = kInterleavedRows * Product::kBytes;
+  static_assert(V::kRows == kInterleavedRows, "a vector is a tile");
+  UnpackedTile<V> tiles[kUnpackedBlocks];
+  typename V::F acc[kUnpackedActs + kPackedSpareRows];
+  const int num_blocks = cols / Product::kElements;
+  Tile<V> tile = {weights + kHalfBytes, weights};
+  for (int b = 0; b < num_blocks; b += kUnpackedBlocks) {
+    const int count = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
+    for (int i = 0; i < count; ++i) {
+      Product::unpack(tile, &tiles[i]);
+      tile.words += kTileBytes;
+      tile.halves += kTileBytes;
+    }
+    const uint8_t *group = acts;
+    for (int t = 0; t < num_acts;) {
+      const int width = packed_group(acts_left - t, V::kMaxTokens);
+      const uint8_t *from = group + int64_t{8} * b * width * kPackedRowBytes;
+      if (width == V::kMaxTokens) {
+        multiply_unpacked<V, Product, V::kMaxTokens>(tiles, count, from, b == 0, acc + t);
+      } else if (width == 4) {
+        multiply_unpacked<V, P<4>, 4>(tiles, count, from, b == 0, acc + t);
+      } else if (width == 2) {
+        multiply_unpacked<V, P<2>, 2>(tiles, count, from, b == 0, acc + t);
       } else {
-        float whole[V::kRows];
-        V::store(whole, sum);
-        std::memcpy(to, whole, static_cast<size_t>(rows) * sizeof(float));
+        multiply_unpacked<V, P<1>, 1>(tiles, count, from, b == 0, acc + t);
       }
+      t += width;
+      group += int64_t{width} * (cols / 32) * kPackedRowBytes;
     }
   }
+  store_sums<V>(acc, num_rows, num_acts, num_planes, out, out_stride);
 }
 
 // TileFn of a type: P<T> is its product for T rows of activations.
@@ -448,6 +610,18 @@ void tile_dot(const uint8_t *weights, uint64_t row_bytes, int num_rows, const ui
     const uint8_t *tile = weights + static_cast<uint64_t>(r) * row_bytes;
     const int rows = num_rows - r < kInterleavedRows ? num_rows - r : kInterleavedRows;
     const uint8_t *group = acts;
+    if constexpr (V::kTogether && P<1>::kElements == kSuperBlock) {
+      if (num_acts >= kUnpackFrom) {
+        for (int t = 0; t < num_acts; t += kUnpackedActs) {
+          const int left = num_acts - t;
+          multiply_all_unpacked<V, P>(tile, rows, group,
+                                      left < kUnpackedActs ? left : kUnpackedActs, left, num_planes,
+                                      cols, out + t / num_planes * out_stride + r, out_stride);
+          group += int64_t{kUnpackedActs} * (cols / 32) * kPackedRowBytes;
+        }
+        continue;
+      }
+    }
     for (int t = 0; t < num_acts;) {  // always whole tokens
       const int left = num_acts - t, width = packed_group(left, V::kMaxTokens);
       const int count = left < width ? left : width;
