@@ -42,6 +42,9 @@ _ALWAYS = frozenset(
         "/xllm.v1.SlotService/ReleaseSlot",
     )
 )
+# Between a client's clock and ours, for the same deadline: at least so long, or this share of the whole time.
+_CLOCK_S = 0.05
+_CLOCK_SHARE = 0.1
 _ADMIN = "/xllm.v1.AdminService/"
 _OPERATORS = frozenset(f"{_ADMIN}{name}" for name in ("CreateEngine", "DestroyEngine", "Drain"))
 
@@ -140,6 +143,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Run one call, and end it with a status of ours however it fails."""
         principal.set(caller or _certificate_name(context))
         start = time.monotonic()
+        allowed_s = context.time_remaining()
         code = "CANCELLED"  # what is left when the client goes away
         is_counted = False
         is_work = not method.startswith(_ADMIN) and method not in _ALWAYS
@@ -176,7 +180,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             code = "UNIMPLEMENTED"
             name = method.rpartition("/")[2]
             await _abort(context, not_implemented(name, "see the capabilities in GetServerInfo"))
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except asyncio.CancelledError:
+            if has_run_out(context, allowed_s):
+                code = "DEADLINE_EXCEEDED"
+            raise
+        except grpc.aio.AbortError:
             raise
         except Exception:
             if _is_gone(context):
@@ -201,6 +209,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if not cost or self._engines is None:
             return ()
         return ((orca.TRAILER, orca.report(self._engines(), cost)),)
+
+
+def has_run_out(context: Any, allowed_s: float | None) -> bool:
+    """Tell a call that was cancelled because its deadline has passed from one whose client has gone.
+
+    Args:
+        context: the call's.
+        allowed_s: what its time_remaining() was when it arrived.
+    """
+    # note: a client's own clock runs out before ours does, by the time that its request took to come here, and its
+    # cancel is the first that is heard of it.
+    left = context.time_remaining()
+    return left is not None and left <= max(_CLOCK_S, _CLOCK_SHARE * (allowed_s or 0.0))
 
 
 def _behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:

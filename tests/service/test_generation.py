@@ -522,6 +522,14 @@ async def test_a_receipt_has_the_usage_of_a_call_that_was_cut_short(
     assert receipt.status_code != 0
     assert (receipt.usage.num_prompt_tokens, receipt.usage.num_generated_tokens) == (5, 1)
     assert not receipt.outputs
+    # What operators count is what the receipt says.
+    labels = {"method": "xllm.v1.GenerationService/Generate", "code": code_name(receipt.status_code)}
+    registry = server.served.metrics.registry
+    await eventually(lambda: registry.get_sample_value("xllm_calls_total", labels) == 1)
+
+
+def code_name(number: int) -> str:
+    return next(code.name for code in grpc.StatusCode if code.value[0] == number)
 
 
 async def test_one_principal_pushes_out_no_receipt_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:

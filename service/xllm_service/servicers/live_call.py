@@ -13,12 +13,9 @@ import grpc
 from xllm_service import orca, tracing
 from xllm_service.admission import GenerationState, LiveGeneration
 from xllm_service.errors import Reason, ServiceError
-from xllm_service.interceptors import principal
+from xllm_service.interceptors import has_run_out, principal
 from xllm_service.servicers.served import Served
 
-# Between a client's clock and ours, for the same deadline: at least so long, or this share of the whole time.
-_CLOCK_S = 0.05
-_CLOCK_SHARE = 0.1
 _STATES = {
     grpc.StatusCode.OK: GenerationState.FINISHED,
     grpc.StatusCode.CANCELLED: GenerationState.CANCELLED,
@@ -48,7 +45,7 @@ async def live_call(
     live.receipt.model = model
     served.generations.add(live)
     is_over = False
-    allowed_s = context.time_remaining() or 0.0
+    allowed_s = context.time_remaining()
     code, reason = grpc.StatusCode.INTERNAL, Reason.INTERNAL.value
     # note: grpc.aio cancels this task when the client goes away; should it miss that, this does not.
     context.add_done_callback(lambda _: None if is_over else task.cancel())
@@ -74,11 +71,7 @@ async def live_call(
         tracing.describe(live.receipt)
 
 
-def _why_cancelled(context: Any, allowed_s: float) -> ServiceError:
-    """Tell a deadline that has passed from a client that has gone."""
-    # note: a client's own clock runs out before ours does, by the time that its request took to come here, and its
-    # cancel is the first that is heard of it.
-    left = context.time_remaining()
-    if left is not None and left <= max(_CLOCK_S, _CLOCK_SHARE * allowed_s):
+def _why_cancelled(context: Any, allowed_s: float | None) -> ServiceError:
+    if has_run_out(context, allowed_s):
         return ServiceError(Reason.DEADLINE_EXCEEDED, "the call's deadline has passed")
     return ServiceError(Reason.CANCELLED, "the client has gone")
