@@ -549,7 +549,7 @@ constexpr int kUnpackedBlocks = 2;
 constexpr int kUnpackedActs = 128;
 // From so many rows of activations on it is worth it: with few, unpacking waits for the memory
 // alone.
-constexpr int kUnpackFrom = 64;
+constexpr int kUnpackFrom = 32;
 
 template <typename V, typename Product, int T>
 inline void multiply_unpacked(const UnpackedTile<V> *tiles, int num_tiles, const uint8_t *group,
@@ -573,6 +573,7 @@ void multiply_all_unpacked(const uint8_t *weights, int num_rows, const uint8_t *
   UnpackedTile<V> tiles[kUnpackedBlocks];
   typename V::F acc[kUnpackedActs + kPackedSpareRows];
   const int num_blocks = cols / Product::kElements;
+  const int num_groups = (num_acts + V::kMaxTokens - 1) / V::kMaxTokens;
   Tile<V> tile = {weights + kHalfBytes, weights};
   for (int b = 0; b < num_blocks; b += kUnpackedBlocks) {
     const int count = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
@@ -582,7 +583,11 @@ void multiply_all_unpacked(const uint8_t *weights, int num_rows, const uint8_t *
       tile.halves += kTileBytes;
     }
     const uint8_t *group = acts;
+    const int fetched = count * kTileBytes / num_groups / 64 * 64 + 64;  // of the next piece
+    const uint8_t *next = tile.words;
     for (int t = 0; t < num_acts;) {
+      for (int i = 0; i < fetched; i += 64) __builtin_prefetch(next + i, 0, 2);
+      next += fetched;
       const int width = packed_group(acts_left - t, V::kMaxTokens);
       const uint8_t *from = group + int64_t{8} * b * width * kPackedRowBytes;
       if (width == V::kMaxTokens) {
