@@ -231,6 +231,8 @@ class Checker:
             return None
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
+            if "\\u" in text:
+                _refuse_lone_surrogates(value)
         except (ValueError, RecursionError) as error:
             problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             self.refuse(path, f"expected JSON: {problem}")
@@ -243,6 +245,15 @@ class Checker:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _refuse_lone_surrogates(value: Any) -> None:
+    # An escape can write half of a character, which no UTF-8 has: a template would make other text of it.
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"\\u{ord(half):04x} without its other half is no character") from None
 
 
 def validate(spec: generation_service_pb2.GenerationSpec, limits: RequestLimits) -> ValidRequest:

@@ -174,6 +174,7 @@ def test_a_conversation_is_what_transformers_would_get() -> None:
 def test_no_tools_in_either_spelling() -> None:
     assert chat(tools_json="").tools == chat(tools_json="[]").tools == []
     assert chat(tool_choice_json='"auto"').arguments == {"tool_choice": "auto"}
+    assert chat(tools_json=r'["\ud83d\ude00"]').tools == ["\N{GRINNING FACE}"]
     assert not chat(add_generation_prompt=False).add_generation_prompt
 
 
@@ -193,6 +194,8 @@ def test_no_tools_in_either_spelling() -> None:
         ({"tools_json": "{}"}, "chat.tools_json"),
         ({"tools_json": "[" * 60_000}, "chat.tools_json"),
         ({"tools_json": "[NaN]"}, "chat.tools_json"),
+        ({"tools_json": r'["\ud800"]'}, "chat.tools_json"),
+        ({"template_args_json": r'{"\udfff": "\ud83d\ude00"}'}, "chat.template_args_json"),
         ({"tool_choice_json": "5"}, "chat.tool_choice_json"),
         ({"template_args_json": '{"messages": []}'}, "chat.template_args_json"),
         ({"template_args_json": '{"bos_token": ""}'}, "chat.template_args_json"),
