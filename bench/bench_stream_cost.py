@@ -15,6 +15,7 @@ import asyncio
 import cProfile
 import json
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.synchronize import Event
@@ -33,6 +34,7 @@ Row = dict[str, Any]
 def _serve(model: Path, endpoint: str, num_slots: int, step_s: float, stop: Event, profile: Path | None) -> None:
     """Serve until `stop` is set; the body of a process."""
     from xllm_service.app import running
+    from xllm_service.cli.serve import keep_what_is_there
     from xllm_service.config import ServeConfig, load_config
     from xllm_service.engine import CoreEngine, Model, open_model
 
@@ -42,6 +44,7 @@ def _serve(model: Path, endpoint: str, num_slots: int, step_s: float, stop: Even
     async def run() -> None:
         config = load_config(model, {"listen": [endpoint], "log_level": "warning"})
         async with running(config, loader=load):
+            keep_what_is_there()
             await asyncio.to_thread(stop.wait)
 
     profiler = cProfile.Profile() if profile is not None else None
@@ -110,6 +113,7 @@ def main() -> int:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    os.environ.setdefault("GRPC_POLL_STRATEGY", "poll")  # as `xllm serve` does for a unix socket
     rows = []
     for num_streams, step_ms in zip(options.streams, options.step_ms, strict=True):
         rows.append(measure(options.model, int(num_streams), step_ms / 1e3, options))

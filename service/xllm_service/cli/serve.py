@@ -58,12 +58,12 @@ def serve(
     logs.configure(in_effect.log_level, in_effect.log_format)
     print_settings(in_effect)
     try:
-        asyncio.run(app.serve(in_effect, on_ready=lambda _: _keep_what_is_there()))
+        asyncio.run(app.serve(in_effect, on_ready=lambda _: keep_what_is_there()))
     except app.StartError as error:
         raise Failure(str(error)) from error
 
 
-def _keep_what_is_there() -> None:
+def keep_what_is_there() -> None:
     """Leave what has been made by now to the end of the process.
 
     Looking through all of it for cycles takes milliseconds, in which no token goes out.
