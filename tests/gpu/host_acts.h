@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend/cuda/act_format.cuh"
+#include "base/half.h"
 #include "quant_blocks.h"
 
 namespace xllm::check {
@@ -89,6 +90,10 @@ inline HostActs quantize_on_host(std::vector<float> x, int tokens, int64_t cols,
         const auto short_sum = static_cast<int16_t>(sum);
         std::memcpy(at + cuda::act_sums_offset(8) + (in_group * cuda::kActBlocks + b) * 2,
                     &short_sum, 2);
+        const uint16_t halves[2] = {float_to_half(static_cast<float>(sum >> 4)),
+                                    float_to_half(static_cast<float>(sum & 15))};
+        std::memcpy(at + cuda::kActHalvesOffset + in_group * cuda::kActHalvesTokenBytes + b * 4,
+                    halves, 4);
       }
       const float scale = norm_weight != nullptr ? d * inverse : d;
       std::memcpy(at + cuda::act_codes_bytes(8) + in_group * 4, &scale, 4);

@@ -8,6 +8,7 @@
 //           are one matrix of ldmatrix, the b0 (b1 of the second half) of m16n8k32
 //   scales  d f32 [8 tokens]
 //   sums    of q over a block, int16 [8 tokens][8 blocks]
+//   halves  of those: f16 {s >> 4, s & 15} [8 tokens][8 blocks], the b operand of an m16n8k16
 #pragma once
 
 #include "backend/cuda/device_utils.cuh"
@@ -30,8 +31,10 @@ XLLM_HOST_DEVICE constexpr int act_sums_offset(int tokens) {
 XLLM_HOST_DEVICE constexpr int act_chunk_bytes(int tokens) {
   return act_sums_offset(tokens) + 2 * kActBlocks * tokens;
 }
-constexpr int kActChunkBytes = act_chunk_bytes(kActGroup);
-static_assert(kActChunkBytes == 4256, "one bulk copy");
+constexpr int kActHalvesOffset = act_chunk_bytes(kActGroup);
+constexpr int kActHalvesTokenBytes = 4 * kActBlocks;
+constexpr int kActChunkBytes = kActHalvesOffset + kActHalvesTokenBytes * kActGroup;
+static_assert(kActChunkBytes == 4512, "one bulk copy");
 
 // Where the byte of a plane (0 hi, 1 lo) of column k of the chunk stands.
 XLLM_HOST_DEVICE constexpr int act_code_offset(int tokens, int token, int k, int plane) {

@@ -83,6 +83,10 @@ __device__ __forceinline__ void store_act_codes(const ActLane &q, int token, int
   if ((lane & 3) == 0) {
     reinterpret_cast<int16_t *>(chunk + act_sums_offset(kTokens))[token * kActBlocks + lane / 4] =
         static_cast<int16_t>(q.sum);
+    if constexpr (kTokens == kActGroup) {
+      reinterpret_cast<__half2 *>(chunk + kActHalvesOffset)[token * kActBlocks + lane / 4] =
+          __halves2half2(__int2half_rn(q.sum >> 4), __int2half_rn(q.sum & 15));
+    }
   }
 }
 

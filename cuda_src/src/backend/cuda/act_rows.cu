@@ -9,6 +9,10 @@ namespace {
 
 constexpr int kMaxGridY = 32768;
 constexpr int kMaxSpreadTokens = 16;
+// From so many tokens on, CTAs are kept from gathering on the few SMs that a product leaves idle,
+// where they would share what one SM can take in.
+constexpr int kMinApartTokens = 33;
+constexpr int kKept = 4096;  // of shared memory: what they use themselves, and the system
 
 using RowsKernel = void (*)(ActRowsArgs);
 constexpr int kRowsPerWarp[] = {1, 2, 4};
@@ -28,18 +32,33 @@ void run_rows(const Launch &launch, ActRowsArgs args, int num_tokens) {
   const int cta_warps = is_spread ? kActRowWarps / kActRowParts : kActRowWarps;
   const int per_warp = has_norm ? (chunks + kActRowWarps - 1) / kActRowWarps : 1;
   const int groups = has_norm ? 1 : (chunks + cta_warps - 1) / cta_warps;
+  size_t claimed = 0;
+  if (num_tokens >= kMinApartTokens) {
+    const Device &device = *launch.device;
+    const int per_sm = 2 * ((num_tokens * groups + device.num_sms - 1) / device.num_sms);
+    claimed = static_cast<size_t>(std::max(
+        0, std::min(device.max_shared_bytes, device.shared_bytes_per_sm / per_sm) - kKept));
+  }
   launch_clusters(
       launch, "act_rows", rows_kernel(per_warp, args.partials.data != nullptr),
       dim3(static_cast<unsigned>(num_tokens * args.num_parts), static_cast<unsigned>(groups)),
-      static_cast<unsigned>(args.num_parts), static_cast<unsigned>(cta_warps * kWarp), 0, args);
+      static_cast<unsigned>(args.num_parts), static_cast<unsigned>(cta_warps * kWarp), claimed,
+      args);
+}
+
+void prepare_rows_kernel(const void *kernel, int shared_bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        "opt in to shared memory");
+  prefer_shared_memory(kernel);
 }
 
 }  // namespace
 
-void prepare_rows() {
+void prepare_rows(const Device &device) {
   for (const int per_warp : kRowsPerWarp) {
     for (const bool adds : {false, true})
-      prefer_shared_memory(reinterpret_cast<const void *>(rows_kernel(per_warp, adds)));
+      prepare_rows_kernel(reinterpret_cast<const void *>(rows_kernel(per_warp, adds)),
+                          device.max_shared_bytes - kKept);
   }
   prefer_shared_memory(reinterpret_cast<const void *>(add_partials_kernel));
 }

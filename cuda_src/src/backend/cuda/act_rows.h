@@ -10,7 +10,7 @@ namespace cuda {
 constexpr int kMaxNormCols = 16384;  // of rows that are normalised
 
 // Shared-memory carve-outs as of the matrix kernels, so that they can share an SM; once per device.
-void prepare_rows();
+void prepare_rows(const Device &device);
 
 // out = or += sum of the slices + bias, [num_tokens, out_stride].
 void add_partials(const Launch &launch, const Partials &partials, int num_tokens, const float *bias,

@@ -70,7 +70,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   allocator_ = std::make_unique<DeviceAllocator>(index, options.memory_limit);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "create a stream");
   prepare_matmul(&device_);
-  prepare_rows();
+  prepare_rows(device_);
   prepare_attention(device_);
   prepare_qkv();
 }

@@ -66,10 +66,14 @@ int shared_bytes(const TilePlan &plan, const Shape &shape, bool has_slots) {
          std::max(slots, past * kActChunkBytes);
 }
 
-// Clocks of an SM, roughly: what a plan is chosen by. Measured on an H200.
-constexpr double kAlone = 1500, kAloneToken = 25, kTile = 60, kTileToken = 4;
-constexpr double kWideAlone = 700, kWideAloneToken = 40, kWideTile = 100, kWideTileToken = 3.2;
-constexpr double kStart = 1500, kPartial = 1e-3, kMemoryRate = 20, kSharedRate = 36;
+// Clocks of an SM, roughly: what a plan is chosen by. Fitted to steps of decode on an H200, in
+// which the plans of one product at a time were changed.
+constexpr double kAlone = 550, kAloneToken = 34, kTile = 22, kTileToken = 7.7;
+constexpr double kWideAlone = 1740, kWideAloneToken = 24, kWideTile = 117, kWideTileToken = 3.2;
+constexpr double kStart = 800, kItem = 800, kOutput = 80, kCta = 20, kPartial = 1.8e-3;
+constexpr double kMemoryRate = 27.6, kSharedRate = 29, kOtherTypes = 1.2;
+// A launch more, and what is left to it: on few SMs it is faster than those figures say.
+constexpr double kLaunch = 5000, kRest = 0.6;
 struct Cost {
   double clocks;
   TilePlan plan;
@@ -81,7 +85,9 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
   const bool is_swiglu = args.epilogue == kSwiGlu;
   TilePlan plan = {};
   int rows = 0;
+  bool is_q4_k = true;
   for (int i = 0; i < args.num_segments; ++i) {
+    is_q4_k = is_q4_k && args.segments[i].type == kWeightQ4_K;
     rows += args.segments[i].num_tiles * kTileRows;
     plan.slot_bytes =
         std::max(plan.slot_bytes, static_cast<int>(chunk_bytes(args.segments[i].type)));
@@ -124,13 +130,16 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
       const double tokens = 8.0 * shape.groups;
       const double alone = shape.unit_warps == 4 ? kWideAlone + kWideAloneToken * tokens
                                                  : kAlone + kAloneToken * shape.row_tiles * tokens;
-      const double together = tiles * plan.token_parts *
+      const double together = tiles * plan.token_parts * (is_q4_k ? 1 : kOtherTypes) *
                               (shape.unit_warps == 4 ? kWideTile + kWideTileToken * tokens
                                                      : kTile + kTileToken * tokens);
       const double clocks =
           std::max(std::max(weights / kMemoryRate, step / kSharedRate), std::max(alone, together));
-      const double start = kStart + step / 20;
-      const double total = start + items * (rounds * clocks + 400) +
+      // The epilogue of a warp's outputs, and CTAs: an SM without one takes the rows' kernels.
+      const double outputs = 4.0 * shape.row_tiles * shape.groups / shape.unit_warps /
+                             (has_slots ? parallel : 1) * (is_swiglu ? 2 : 1);
+      const double total = kStart + step / 20 + items * (rounds * clocks + kItem) +
+                           kOutput * outputs + kCta * std::min(plan.num_items, device.num_sms) +
                            (has_slots ? 0.0 : kPartial * args.num_slices * args.num_tokens * rows);
       if (total < best.clocks) best = {total, plan, shape};
     }
@@ -161,6 +170,48 @@ Cost plan_of(const Device &device, const MatmulArgs &args, int item_slices) {
   return best;
 }
 
+// The product of tiles `first`.. of its one segment, or of gate and up each.
+MatmulArgs tiles_of(const MatmulArgs &args, int first, int count) {
+  MatmulArgs part = args;
+  const int rows = first * kTileRows;
+  for (int i = 0; i < args.num_segments; ++i) {
+    MatmulSegment &segment = part.segments[i];
+    segment.tiles += first * segment.tile_bytes;
+    segment.num_tiles = count;
+    segment.num_rows = std::min(segment.num_rows - rows, count * kTileRows);
+    segment.out_row += rows;
+  }
+  if (args.epilogue == kSwiGlu) part.out += rows;
+  return part;
+}
+
+// How many tiles of a segment make as many whole rounds of the SMs as there are, for what is left
+// to be a launch of its own; 0 where that is not worth a thought.
+int whole_rounds(const Device &device, const MatmulArgs &args, const Cost &cost) {
+  const bool is_swiglu = args.epilogue == kSwiGlu;
+  if (cost.shape.unit_warps != 4 || args.epilogue == kPartials) return 0;
+  if (!is_swiglu && args.num_segments > 1) return 0;
+  const int round = device.num_sms * wide_max_groups(8) * kWideTiles / (is_swiglu ? 2 : 1);
+  const int all = args.segments[0].num_tiles, left = all % round;
+  return all > round && left > 0 && left < round / 2 ? all - left : 0;
+}
+
+void run_plan(const Launch &launch, const MatmulArgs &args, const Cost &cost) {
+  const Shape &shape = cost.shape;
+  TileArgs one = {args, cost.plan};
+  set_divisors(args, shape, &one.plan);
+  const TilePlan &plan = one.plan;
+  const int warps = plan.parallel_slices * plan.group_units * plan.token_parts * shape.unit_warps +
+                    shape.copying_warps;
+  launch_kernel(launch, "mma_tile",
+                has_common_types(args) ? kernel_of<TileTypes::kQ4KQ6K>(shape)
+                                       : kernel_of<TileTypes::kAll>(shape),
+                dim3(static_cast<unsigned>(std::min(plan.num_items, launch.device->num_sms))),
+                static_cast<unsigned>(warps * kWarp),
+                static_cast<size_t>(shared_bytes(plan, shape, plan.item_slices == args.num_slices)),
+                one);
+}
+
 }  // namespace
 
 void prepare_tile(Device *device) {
@@ -186,29 +237,27 @@ void launch_mma_tile(const Launch &launch, const MatmulArgs &args) {
   const Shape first_shape = shapes_of(device, args).front();
   const int at_once = first_shape.row_tiles > 1 ? kMaxTileTokens : 8 * first_shape.groups;
   for (int first = 0; first < args.num_tokens; first += at_once) {
-    TileArgs one = {args, {}};
-    one.matmul.first_token = args.first_token + first;
-    one.matmul.num_tokens = std::min(at_once, args.num_tokens - first);
-    const Cost cost = plan_of(device, one.matmul, args.epilogue == kPartials ? 1 : args.num_slices);
+    MatmulArgs one = args;
+    one.first_token = args.first_token + first;
+    one.num_tokens = std::min(at_once, args.num_tokens - first);
+    const Cost cost = plan_of(device, one, args.epilogue == kPartials ? 1 : args.num_slices);
     if (cost.clocks > 1e29) {
       throw Error(Status::kUnimplemented,
                   "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
                       std::to_string(device.max_shared_bytes) + " bytes); use the CPU backend");
     }
-    const Shape &shape = cost.shape;
-    one.plan = cost.plan;
-    set_divisors(one.matmul, shape, &one.plan);
-    const TilePlan &plan = one.plan;
-    const int warps =
-        plan.parallel_slices * plan.group_units * plan.token_parts * shape.unit_warps +
-        shape.copying_warps;
-    launch_kernel(
-        launch, "mma_tile",
-        has_common_types(args) ? kernel_of<TileTypes::kQ4KQ6K>(shape)
-                               : kernel_of<TileTypes::kAll>(shape),
-        dim3(static_cast<unsigned>(std::min(plan.num_items, device.num_sms))),
-        static_cast<unsigned>(warps * kWarp),
-        static_cast<size_t>(shared_bytes(plan, shape, plan.item_slices == args.num_slices)), one);
+    const int whole = whole_rounds(device, one, cost);
+    if (whole > 0) {
+      const int all = one.segments[0].num_tiles;
+      const MatmulArgs parts[2] = {tiles_of(one, 0, whole), tiles_of(one, whole, all - whole)};
+      const Cost costs[2] = {plan_of(device, parts[0], args.num_slices),
+                             plan_of(device, parts[1], args.num_slices)};
+      if (costs[0].clocks + kRest * costs[1].clocks + kLaunch < cost.clocks) {
+        for (int i = 0; i < 2; ++i) run_plan(launch, parts[i], costs[i]);
+        continue;
+      }
+    }
+    run_plan(launch, one, cost);
   }
 }
 

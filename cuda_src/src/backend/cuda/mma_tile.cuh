@@ -124,7 +124,7 @@ struct TileItem {
   }
 };
 
-// ---- the copying warp: one copy of a step per lane ----
+// ---- the copying warps: one copy of a step per lane ----
 
 struct TileCopier {
   const uint8_t *from;  // chunk 0 of K, null: this lane has nothing to copy
@@ -133,18 +133,19 @@ struct TileCopier {
   int first, end;       // chunks
   int to;               // in a step
 
+  // Copy `copy` of a step: weights, then activations.
   template <int kRowTiles>
   __device__ __forceinline__ void set(const TileArgs &args, const TileItem &item, int round,
-                                      int lane) {
+                                      int copy) {
     const TilePlan &plan = args.plan;
     const MatmulArgs &matmul = args.matmul;
     const int tiles = plan.group_units * kRowTiles, weights = plan.parallel_slices * tiles;
     from = nullptr;
     bytes = missing_bytes = first = end = to = 0;
     int slice = 0;
-    if (lane < weights) {
-      slice = plan.by_tiles.quotient(lane);
-      const int index = lane - slice * tiles,
+    if (copy < weights) {
+      slice = plan.by_tiles.quotient(copy);
+      const int index = copy - slice * tiles,
                 unit = item.group * plan.group_units + index / kRowTiles;
       TilePlace at;
       if (unit >= plan.num_units || !find_tile<kRowTiles>(matmul, unit, index % kRowTiles, &at))
@@ -154,9 +155,9 @@ struct TileCopier {
       bytes = static_cast<int>(chunk_bytes(segment.type));
       missing_bytes =
           static_cast<int>(static_cast<int64_t>(matmul.num_chunks) * bytes - segment.tile_bytes);
-      to = lane * plan.slot_bytes;
-    } else if (lane < weights + plan.parallel_slices * plan.token_groups) {
-      const int index = lane - weights;
+      to = copy * plan.slot_bytes;
+    } else if (copy < weights + plan.parallel_slices * plan.token_groups) {
+      const int index = copy - weights;
       slice = plan.by_token_groups.quotient(index);
       const int group = index - slice * plan.token_groups;
       from = matmul.act.chunk(matmul.first_token + group * kActGroup, 0);
@@ -249,31 +250,38 @@ __device__ __forceinline__ TileRing ring_of(const TileArgs &args, uint8_t *share
   return ring;
 }
 
-// By the copying warp. It makes the barriers itself, so as not to wait for anybody before its first
-// copies; `sync` makes them known to the others.
-template <int kRowTiles, typename Sync>
-__device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, int lane,
-                                           int computing_warps, const Sync &sync) {
+__device__ __forceinline__ void sync_copying_warps(int threads) {
+  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
+}
+
+// By the copying warps, each `copier` of kCopiers, which take turns at the copies of a step: one
+// warp issues them one after the other. They make the barriers themselves, so as not to wait for
+// anybody before their first copies; `sync` makes them known to the others.
+template <int kRowTiles, int kCopiers, typename Sync>
+__device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, int copier_warp,
+                                           int lane, int computing_warps, const Sync &sync) {
   const TilePlan &plan = args.plan;
   const int steps = plan.round_steps;
   const int weights = plan.parallel_slices * plan.group_units * kRowTiles;
   TileCopier copier;
+  const int copy = lane * kCopiers + copier_warp;
   TileItem item;
   item.set(args, static_cast<int>(blockIdx.x));
-  copier.set<kRowTiles>(args, item, 0, lane);
-  if (lane < ring.num_steps) {
-    init_barrier(ring.full + lane, stage_arrivals());
+  copier.set<kRowTiles>(args, item, 0, copy);
+  if (copier_warp == 0 && lane < ring.num_steps) {
+    init_barrier(ring.full + lane, kCopiers * stage_arrivals());
     init_barrier(ring.empty + lane, computing_warps * kWarpArrivals);
     publish_barriers();
   }
   __syncwarp();
+  if constexpr (kCopiers > 1) sync_copying_warps(kCopiers * kWarp);
   const int early = min(steps, ring.num_steps);
   for (int i = 0; i < early; ++i) {
     const int size = copier.size(args.matmul, i);
     expect_copies(ring.full + i, size, lane);
     issue_copies(ring.full + i, ring.base + i * ring.step_bytes + copier.to,
                  copier.from + static_cast<int64_t>(copier.first + i) * copier.bytes,
-                 lane < weights ? size : 0, lane);
+                 copy < weights ? size : 0, lane);
   }
   sync();
   wait_for_previous_kernel();
@@ -289,7 +297,7 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
       }
       issue_copies(ring.full + ring.step, ring.base + ring.step * ring.step_bytes + copier.to,
                    copier.from + static_cast<int64_t>(copier.first + i) * copier.bytes,
-                   is_early && lane < weights ? 0 : size, lane);
+                   is_early && copy < weights ? 0 : size, lane);
       finish_copies(ring.full + ring.step);
       ring.advance();
       if (ring.step == 0) is_first_lap = false;
@@ -299,11 +307,15 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
       if (item.index + static_cast<int>(gridDim.x) >= plan.num_items) return;
       item.set(args, item.index + static_cast<int>(gridDim.x));
     }
-    copier.set<kRowTiles>(args, item, round, lane);
+    copier.set<kRowTiles>(args, item, round, copy);
   }
 }
 
 // ---- the computing warps ----
+
+__device__ __forceinline__ void sync_computing_warps(int threads) {
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
 
 // One slice: `chunks` of them from `first`; the rest of the round's steps pass by.
 template <int kType, int kTiles, int kGroups, bool kIsWide>
@@ -340,35 +352,98 @@ template <int kTiles, int kGroups>
 __device__ __forceinline__ void store_slice(const MatmulArgs &args, int slice, bool is_first,
                                             const TilePlace &tile, int first_token, float *slot,
                                             int lane, const float (&acc)[kTiles][kGroups][4]) {
-  const int g = lane >> 2, t = lane & 3;
+  if (args.epilogue == kPartials) {
+    const int g = lane >> 2, t = lane & 3;
+    const MatmulSegment &segment = args.segments[tile.segment];
+    const int64_t stride = args.out_stride;
+    const int row = tile.tile * kTileRows + g, token = first_token + 2 * t;
+    const int rows_left = segment.num_rows - row, tokens_left = args.num_tokens - token;
+    float *out = args.out + (static_cast<int64_t>(slice) * args.num_tokens + token) * stride +
+                 segment.out_row + row;
+    const bool is_whole = rows_left > kTiles * kTileRows - 8 && tokens_left > kGroups * 8 - 7;
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float *to = out + (n * 8 + j) * stride;
+        const bool has_token = is_whole || n * 8 + j < tokens_left;
+#pragma unroll
+        for (int r = 0; r < kTiles; ++r) {
+          if (has_token && (is_whole || r * kTileRows < rows_left))
+            to[r * kTileRows] = acc[r][n][j];
+          if (has_token && (is_whole || r * kTileRows + 8 < rows_left))
+            to[r * kTileRows + 8] = acc[r][n][j + 2];
+        }
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
     for (int n = 0; n < kGroups; ++n) {
-      if (args.epilogue == kPartials) {
-        const MatmulSegment &segment = args.segments[tile.segment];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = (tile.tile + r) * kTileRows + g + 8 * (j >> 1);
-          const int token = first_token + n * 8 + 2 * t + (j & 1);
-          if (row < segment.num_rows && token < args.num_tokens) {
-            args.out[(static_cast<int64_t>(slice) * args.num_tokens + token) * args.out_stride +
-                     segment.out_row + row] = acc[r][n][j];
-          }
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float *to = slot + ((r * kGroups + n) * 4 + j) * kWarp + lane;
-          *to = is_first ? acc[r][n][j] : __fadd_rn(*to, acc[r][n][j]);
-        }
+      for (int j = 0; j < 4; ++j) {
+        float *to = slot + ((r * kGroups + n) * 4 + j) * kWarp + lane;
+        *to = is_first ? acc[r][n][j] : __fadd_rn(*to, acc[r][n][j]);
       }
     }
   }
 }
 
-__device__ __forceinline__ void sync_computing_warps(int threads) {
-  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+// Finishes what a warp has in its slot alone, or, of gate and up in two warps' slots, its half of
+// the groups of tokens. `slot`: of this lane, of the gate where there is one; up_at: of up behind
+// it, 0 where up is the warp's second tile.
+template <int kTiles, int kGroups>
+__device__ __forceinline__ void finish_alone(const MatmulArgs &args, const TilePlace &tile,
+                                             int first_token, int lane, int in_pair,
+                                             const float *slot, int up_at) {
+  const int g = lane >> 2, t = lane & 3;
+  const bool is_swiglu = args.epilogue == kSwiGlu;
+  const MatmulSegment &segment = args.segments[is_swiglu ? 0 : tile.segment];
+  const int first_row = tile.tile * kTileRows + g, token = first_token + 2 * t;
+  const int rows_left = segment.num_rows - first_row, tokens_left = args.num_tokens - token;
+  const int64_t stride = args.out_stride;
+  const int column = (is_swiglu ? 0 : segment.out_row) + first_row;
+  float *out = args.out + static_cast<int64_t>(args.first_token + token) * stride + column;
+  if (is_swiglu) {
+    constexpr int kStep = kTiles == 1 ? 2 : 1;
+    const float *up = slot + (kTiles == 1 ? up_at : kGroups * 4 * kWarp);
+#pragma unroll
+    for (int i = 0; i < kGroups; i += kStep) {
+      const int n = kTiles == 1 ? i + in_pair : i;
+      float y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = (n * 4 + j) * kWarp;
+        y[j] = swiglu(slot[at], up[at]);
+      }
+      float *to = out + n * 8 * stride;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (n * 8 + (j & 1) < tokens_left && 8 * (j >> 1) < rows_left)
+          to[(j & 1) * stride + 8 * (j >> 1)] = y[j];
+      }
+    }
+    return;
+  }
+  const float *bias = args.bias == nullptr ? nullptr : args.bias + column;
+  const bool adds = args.epilogue == kAddTo;
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = r * kTileRows + 8 * (j >> 1);
+        if (n * 8 + (j & 1) >= tokens_left || row >= rows_left) continue;
+        float y = slot[((r * kGroups + n) * 4 + j) * kWarp];
+        float *to = out + (n * 8 + (j & 1)) * stride + row;
+        if (bias != nullptr) y = __fadd_rn(y, bias[row]);
+        *to = adds ? __fadd_rn(*to, y) : y;
+      }
+    }
+  }
 }
 
 template <TileTypes kTypes, int kRowTiles, int kGroups, int kUnitWarps>
@@ -479,24 +554,32 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
       return y;
     };
     const int g = lane >> 2, t = lane & 3;
-    const int workers = plan.parallel_slices * (has_pairs ? 2 : 1);
-    const int count = !has_unit ? 0 : is_swiglu && !has_pairs ? kOutputs / 2 : kOutputs;
     const int first_place = place - in_pair * pair_stride;
-    for (int output = own_slice + plan.parallel_slices * in_pair; output < count;
-         output += workers) {
-      const int r = output / (kGroups * 4), n = output / 4 % kGroups, j = output & 3;
-      const int token = first_token + n * 8 + 2 * t + (j & 1);
-      const int row = (tile.tile + r) * kTileRows + g + 8 * (j >> 1);
-      if (token >= matmul.num_tokens) continue;
-      const float y = sum_of(first_place, output);
-      if (is_swiglu) {
-        const float up = has_pairs ? sum_of(first_place + pair_stride, output)
-                                   : sum_of(place, output + kOutputs / 2);
-        if (row >= matmul.segments[0].num_rows) continue;
-        matmul.out[static_cast<int64_t>(matmul.first_token + token) * matmul.out_stride + row] =
-            swiglu(y, up);
-      } else {
-        finish_output(matmul, matmul.segments[tile.segment], row, token, y);
+    if (kGroups >= 4 && !is_parallel) {
+      if (has_unit) {
+        finish_alone<kTiles, kGroups>(matmul, tile, first_token, lane, in_pair,
+                                      item_slots + first_place * kOutputs * kWarp + lane,
+                                      has_pairs ? pair_stride * kOutputs * kWarp : 0);
+      }
+    } else {
+      const int workers = plan.parallel_slices * (has_pairs ? 2 : 1);
+      const int count = !has_unit ? 0 : is_swiglu && !has_pairs ? kOutputs / 2 : kOutputs;
+      for (int output = own_slice + plan.parallel_slices * in_pair; output < count;
+           output += workers) {
+        const int r = output / (kGroups * 4), n = output / 4 % kGroups, j = output & 3;
+        const int token = first_token + n * 8 + 2 * t + (j & 1);
+        const int row = (tile.tile + r) * kTileRows + g + 8 * (j >> 1);
+        if (token >= matmul.num_tokens) continue;
+        const float y = sum_of(first_place, output);
+        if (is_swiglu) {
+          const float up = has_pairs ? sum_of(first_place + pair_stride, output)
+                                     : sum_of(place, output + kOutputs / 2);
+          if (row >= matmul.segments[0].num_rows) continue;
+          matmul.out[static_cast<int64_t>(matmul.first_token + token) * matmul.out_stride + row] =
+              swiglu(y, up);
+        } else {
+          finish_output(matmul, matmul.segments[tile.segment], row, token, y);
+        }
       }
     }
     if (has_pairs && !is_parallel) sync_computing_warps(places * kWarp);
@@ -518,7 +601,7 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarp, kCtas)
     let_next_kernel_start();
   };
   if (warp == computing) {
-    copy_items<kRowTiles>(args, ring, lane, computing, sync);
+    copy_items<kRowTiles, 1>(args, ring, 0, lane, computing, sync);
     return;
   }
   sync();
@@ -552,10 +635,7 @@ __global__ void __launch_bounds__((wide_max_groups(kGroups) + 1) * 4 * kWarp, 1)
   };
   if (warp >= computing) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    if (warp == computing)
-      copy_items<kWideTiles>(args, ring, lane, computing, sync);
-    else
-      sync();
+    copy_items<kWideTiles, 4>(args, ring, warp - computing, lane, computing, sync);
   } else {
     if constexpr (kGroups == 4)
       asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");

@@ -5,10 +5,10 @@
 // the float steps come once per chunk. What fits int8 decides how the operands look:
 //   q4_k   low nibbles c and 8 c; high nibbles where they stand, 16 c and 2 c, which makes it twice
 //          the sum: the even blocks' scales are doubled, d is halved
-//   q6_k   4 c twice and c; each half block by itself
+//   q6_k   4 c twice and c; each half block by itself. Up to 16 tokens: 4 c, the planes apart
 //   q8_0   two sets of registers, 8 of one and one of the other
-// The sums with the minima of q4_k and q5_k are mmas as well: the int16 sums of the blocks are
-// taken as they lie, their low and their high bytes by an operand each that is zero at the others.
+// The sums with the minima of q4_k and q5_k, J, are an f16 mma: 16 m times s >> 4 and m times s &
+// 15, integers of fewer than 24 bits in every partial sum, so that the f32 it gives is J.
 #pragma once
 
 #include "backend/cuda/act_format.cuh"
@@ -16,24 +16,6 @@
 
 namespace xllm {
 namespace cuda {
-
-// d = a * b + c over 16 of the k, a u8; b u8 or s8.
-__device__ __forceinline__ void mma_u8_u8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, "
-      "%7, %7};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a0), "r"(a1), "r"(b0), "r"(0));
-#endif
-}
-__device__ __forceinline__ void mma_u8_s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, "
-      "%7, %7};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a0), "r"(a1), "r"(b0), "r"(0));
-#endif
-}
 
 // word << 3, out of sight of the compiler: it would shift first and mask again.
 __device__ __forceinline__ uint32_t times_eight(uint32_t word) {
@@ -76,21 +58,30 @@ struct TileCodes {
     return raw;
   }
 
+  // q6_k: of both blocks of a unit the codes in bits 2-7 of their bytes, whatever is below them.
+  static __device__ __forceinline__ void words_of_codes(const Raw &raw, uint32_t (&words)[2][4]) {
+    const uint32_t w[6] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w, raw.more.x, raw.more.y};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i / 4][i % 4] = w[i];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      words[1][2 + i] = ((w[3 * i] << 6) & 0xc0c0c0c0u) | ((w[3 * i + 1] << 4) & 0x30303030u) |
+                        ((w[3 * i + 2] << 2) & 0x0c0c0c0cu);
+    }
+  }
+  // 4 c of them.
+  static __device__ __forceinline__ void codes_times_four(const Raw &raw, uint32_t (&codes)[2][4]) {
+    words_of_codes(raw, codes);
+#pragma unroll
+    for (int i = 0; i < 6; ++i) codes[i / 4][i % 4] &= 0xfcfcfcfcu;
+  }
+
   // Of both blocks of a unit: the operand of hi and that of lo, [step][register].
   static __device__ __forceinline__ void operands(const Raw &raw, uint32_t (&hi)[2][4],
                                                   uint32_t (&lo)[2][4]) {
     const uint32_t words[4] = {raw.low.x, raw.low.y, raw.low.z, raw.low.w};
     if constexpr (kType == kWeightQ6_K) {
-      constexpr uint32_t kCode = 0xfcfcfcfcu;
-      const uint32_t w4 = raw.more.x, w5 = raw.more.y;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) hi[0][i] = words[i] & kCode;
-      hi[1][0] = w4 & kCode;
-      hi[1][1] = w5 & kCode;
-      hi[1][2] = ((words[0] << 6) & 0xc0c0c0c0u) | ((words[1] << 4) & 0x30303030u) |
-                 ((words[2] << 2) & 0x0c0c0c0cu);
-      hi[1][3] =
-          ((words[3] << 6) & 0xc0c0c0c0u) | ((w4 << 4) & 0x30303030u) | ((w5 << 2) & 0x0c0c0c0cu);
+      codes_times_four(raw, hi);
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
@@ -207,10 +198,10 @@ struct TileActs {
     return *reinterpret_cast<const float2 *>(base + n * kActChunkBytes +
                                              act_codes_bytes(kActGroup) + t * 8);
   }
-  // Sums of blocks 2t and 2t + 1 of token g.
-  __device__ __forceinline__ uint32_t sums(int n, int g, int t) const {
-    return *reinterpret_cast<const uint32_t *>(base + n * kActChunkBytes +
-                                               act_sums_offset(kActGroup) + g * 16 + t * 4);
+  // The halves of the sum of block `block` of token g.
+  __device__ __forceinline__ uint32_t halves(int n, int g, int block) const {
+    return *reinterpret_cast<const uint32_t *>(base + n * kActChunkBytes + kActHalvesOffset +
+                                               g * kActHalvesTokenBytes + block * 4);
   }
   __device__ __forceinline__ float sum(int n, int token, int block) const {
     return static_cast<float>(*reinterpret_cast<const int16_t *>(
@@ -235,6 +226,16 @@ __device__ __forceinline__ void load_block_scales(const uint8_t *tile, int g,
   }
 }
 
+// f16 {16 m, m} of the six-bit byte `index` of four.
+__device__ __forceinline__ uint32_t minimum_pair(uint32_t bytes, int index) {
+  // 1024 + m twice, then 16 * (1024 + m) - 16384 and 1 * (1024 + m) - 1024: exact.
+  const uint32_t twice = __byte_perm(bytes, 0x64u, 0x4040 + 0x0101 * static_cast<uint32_t>(index));
+  const __half2 pair =
+      __hfma2(*reinterpret_cast<const __half2 *>(&twice), __floats2half2_rn(16.0f, 1.0f),
+              __floats2half2_rn(-16384.0f, -1024.0f));
+  return *reinterpret_cast<const uint32_t *>(&pair);
+}
+
 // The float steps of a chunk of one tile of q4_k and q5_k; total: I, twice that for q4_k.
 template <int kType, int kGroups>
 __device__ __forceinline__ void finish_scaled(const uint8_t *tile, const TileActs &acts, int lane,
@@ -242,28 +243,25 @@ __device__ __forceinline__ void finish_scaled(const uint8_t *tile, const TileAct
                                               float (&acc)[kGroups][4]) {
   const int g = lane >> 2, t = lane & 3;
   float d[2], dmin[2];
-  uint32_t minima[2];  // of blocks 2t and 2t + 1, each before a zero byte
+  uint32_t minima[4];  // of blocks t and t + 4 as f16 {16 m, m}, in the order of the operand
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowFields f =
         unpack_fields(*reinterpret_cast<const uint4 *>(tile + row_fields_offset(kType, g, r)));
     d[r] = kType == kWeightQ4_K ? __fmul_rn(0.5f, f.d) : f.d;
     dmin[r] = -f.dmin;
-    minima[r] =
-        __byte_perm((t & 2) == 0 ? f.minima[0] : f.minima[1], 0, (t & 1) == 0 ? 0x4140 : 0x4342);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) minima[2 * half + r] = minimum_pair(f.minima[half], t);
   }
 #pragma unroll
   for (int n = 0; n < kGroups; ++n) {
-    const uint32_t sums = acts.sums(n, g, t);
-    int low[4], high[4];
-    mma_u8_u8_k16(low, minima[0], minima[1], sums);
-    mma_u8_s8_k16(high, minima[0] << 8, minima[1] << 8, sums);
+    float least[4] = {};
+    mma_f16_k16(least, minima, acts.halves(n, g, t), acts.halves(n, g, t + 4));
     const float2 dx = acts.scales(n, t);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float least = __int2float_rn(256 * high[j] + low[j]);
       const float p =
-          __fmaf_rn(d[j >> 1], __int2float_rn(total[n][j]), __fmul_rn(dmin[j >> 1], least));
+          __fmaf_rn(d[j >> 1], __int2float_rn(total[n][j]), __fmul_rn(dmin[j >> 1], least[j]));
       acc[n][j] = __fmaf_rn((j & 1) == 0 ? dx.x : dx.y, p, acc[n][j]);
     }
   }
@@ -334,6 +332,65 @@ __device__ __forceinline__ void scaled_chunk(const uint8_t *const (&tiles)[kRowT
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i)
     finish_scaled<kType, kGroups>(tiles[i], acts, lane, total[i], acc[i]);
+}
+
+// q6_k for few tokens: the planes in registers of their own, which is fewer instructions than
+// making c of 4 c. 4 |I| does not fit, but that of a plane does.
+template <int kRowTiles, int kGroups>
+__device__ __forceinline__ void half_scaled_planes_chunk(const uint8_t *const (&tiles)[kRowTiles],
+                                                         const TileActs &acts, int lane,
+                                                         float (&acc)[kRowTiles][kGroups][4]) {
+  constexpr int kType = kWeightQ6_K;
+  constexpr int kZero[4] = {0, 0, 0, 0};
+  using Codes = TileCodes<kType>;
+  const int g = lane >> 2, offset = TileActs::lane_offset(lane);
+  int high[kRowTiles][kGroups][4], low[kRowTiles][kGroups][4];
+#pragma unroll
+  for (int u = 0; u < kUnitsPerChunk; ++u) {
+    uint32_t codes[kRowTiles][2][4], scales[kRowTiles][2];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      Codes::codes_times_four(Codes::load_raw(tiles[i], u, lane), codes[i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        scales[i][r] =
+            *reinterpret_cast<const uint32_t *>(tiles[i] + row_fields_offset(kType, g, r) + 4 * u);
+    }
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        uint32_t b[4];
+        acts.load_block(n, 2 * u + step, offset, b);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t (&a)[4] = codes[i][step];
+            int dot_high[4], dot_low[4];
+            mma_s8_k16(dot_high, a[2 * h], a[2 * h + 1], b[h], kZero);
+            mma_s8_k16(dot_low, a[2 * h], a[2 * h + 1], b[2 + h], kZero);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const int factor = signed_byte(scales[i][j >> 1], 2 * step + h);
+              const bool is_first = u + step + h == 0;
+              high[i][n][j] = factor * dot_high[j] + (is_first ? 0 : high[i][n][j]);
+              low[i][n][j] = factor * dot_low[j] + (is_first ? 0 : low[i][n][j]);
+            }
+          }
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) high[i][n][j] = 2 * high[i][n][j] + (low[i][n][j] >> 2);
+    }
+    finish_half_scaled<kGroups>(tiles[i], acts, lane, high[i], acc[i]);
+  }
 }
 
 // q6_k.
@@ -447,7 +504,10 @@ __device__ __forceinline__ void tile_chunk(const uint8_t *const (&tiles)[kRowTil
   if constexpr (kType == kWeightQ4_K || kType == kWeightQ5_K) {
     scaled_chunk<kType, kRowTiles, kGroups>(tiles, acts, lane, acc);
   } else if constexpr (kType == kWeightQ6_K) {
-    half_scaled_chunk<kRowTiles, kGroups>(tiles, acts, lane, acc);
+    if constexpr (kGroups <= 2)
+      half_scaled_planes_chunk<kRowTiles, kGroups>(tiles, acts, lane, acc);
+    else
+      half_scaled_chunk<kRowTiles, kGroups>(tiles, acts, lane, acc);
   } else {
     blockwise_chunk<kType, kRowTiles, kGroups>(tiles, acts, num_units, lane, acc);
   }
