@@ -54,7 +54,7 @@ constexpr Case kCases[] = {
     {"prompt from its beginning, 64, groups of 3", 12, 12, 6, 2, 64, 16, 0, 64, false, false, true},
     {"prompt, 96, groups of 12", 3, 130, 12, 1, 96, 32, 0, 96, true, true, true},
     {"prompt, 80", 33, 140, 1, 1, 80, 128, 0, 32, true, false, true},
-    {"prompt, 256, groups of 2", 17, 40, 4, 2, 256, 64, 0, 256, true, false, true},
+    {"prompt, groups of 2", 17, 40, 4, 2, 128, 64, 0, 128, true, false, true},
     {"int8, groups of 4", 2, 300, 8, 2, 128, 64, 0, 128, true, false, false, 8},
     {"int4, 64, groups of 12, window", 1, 130, 12, 1, 64, 16, 70, 64, true, false, false, 4},
     {"int8, 256", 1, 90, 2, 1, 256, 16, 0, 256, false, false, false, 8},
@@ -109,28 +109,22 @@ Kernel kernel_of(const Case &c, int depth, bool finishes) {
   }
 }
 
-Kernel prompt_kernel_of(const Case &c, int depth) {
-  if (c.code_bits != 0) {
-    if (depth != 2 || c.head_dim > 128) return nullptr;
-    if (c.head_dim == 64) {
-      return c.code_bits == 8 ? cuda::prompt_attention_kernel<64, 2, 8>
-                              : cuda::prompt_attention_kernel<64, 2, 4>;
-    }
-    return c.code_bits == 8 ? cuda::prompt_attention_kernel<128, 2, 8>
-                            : cuda::prompt_attention_kernel<128, 2, 4>;
-  }
-  switch (c.head_dim) {
+Kernel prompt_kernel_of(const Case &c) {
+  switch (1000 * c.code_bits + c.head_dim) {
     case 64:
-      return depth == 4 ? cuda::prompt_attention_kernel<64, 4> : nullptr;
+      return cuda::prompt_attention_kernel<64>;
     case 80:
-      return depth == 2 ? cuda::prompt_attention_kernel<80, 2> : nullptr;
+      return cuda::prompt_attention_kernel<80>;
     case 96:
-      return depth == 2 ? cuda::prompt_attention_kernel<96, 2> : nullptr;
+      return cuda::prompt_attention_kernel<96>;
     case 128:
-      return depth == 4 ? cuda::prompt_attention_kernel<128, 4>
-                        : cuda::prompt_attention_kernel<128, 2>;
+      return cuda::prompt_attention_kernel<128>;
+    case 8064:
+      return cuda::prompt_attention_kernel<64, 8>;
+    case 4128:
+      return cuda::prompt_attention_kernel<128, 4>;
     default:
-      return depth == 2 ? cuda::prompt_attention_kernel<256, 2> : nullptr;
+      return nullptr;
   }
 }
 
@@ -185,7 +179,7 @@ class Run {
   }
 
   // The rows in tiles of one sequence.
-  std::vector<float> attend_prompt(int depth, int splits_per_cta) {
+  std::vector<float> attend_prompt(int splits_per_cta) {
     AttentionArgs args = arguments(true);
     finish_rows(args);
     const unsigned splits = give_splits(&args, 0);
@@ -198,9 +192,9 @@ class Run {
     args.splits_per_cta = splits_per_cta;
     const unsigned ctas = (splits + static_cast<unsigned>(splits_per_cta) - 1) /
                           static_cast<unsigned>(splits_per_cta);
-    const Kernel kernel = prompt_kernel_of(c_, depth);
-    run_grid({ctas, static_cast<unsigned>(c_.kv_heads), static_cast<unsigned>(tiles.size())},
-             cuda::kAttentionThreads, fill_shared, [&] { kernel(args); });
+    const Kernel kernel = prompt_kernel_of(c_);
+    run_grid({static_cast<unsigned>(tiles.size()), static_cast<unsigned>(c_.kv_heads), ctas},
+             cuda::kPromptThreads, fill_shared, [&] { kernel(args); });
     if (is_coded()) spread_out();
     return out_;
   }
@@ -475,12 +469,10 @@ bool check(const Case &c) {
     const double most = (c.code_bits == 8 ? 1.0 / 254 : 1.0 / 14) + 1.0 / 2048;
     expect(run.rounding() < most + 1e-5, "codes far from their values");
   }
-  for (const int depth : {2, 4}) {
-    if (!c.is_prompt || prompt_kernel_of(c, depth) == nullptr) continue;
-    for (const int splits_per_cta : {1, 2}) {
-      run.clear();
-      expect(same(run.attend_prompt(depth, splits_per_cta), out, 0), "other bytes in tiles");
-    }
+  for (const int splits_per_cta : {1, 2}) {
+    if (!c.is_prompt) continue;
+    run.clear();
+    expect(same(run.attend_prompt(splits_per_cta), out, 0), "other bytes in tiles");
   }
   for (const int depth : {2, 4}) {
     if (c.is_prompt || kernel_of(c, depth, true) == nullptr) continue;

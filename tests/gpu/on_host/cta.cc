@@ -27,6 +27,7 @@ std::vector<Fiber> fibers;
 size_t current;
 std::vector<Barrier> warps;
 Barrier cta;
+Barrier others[16];  // sync_some's
 uint64_t lanes[32][32];
 const std::function<void()> *thread_body;
 
@@ -54,6 +55,7 @@ void run_cta(size_t threads) {
   fibers.resize(threads);
   warps.assign(threads / 32, Barrier());
   cta = Barrier();
+  for (Barrier &barrier : others) barrier = Barrier();
   for (Fiber &fiber : fibers) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -100,6 +102,7 @@ void run_grid(Index3 grid, int threads, const std::function<void()> &before_cta,
 using namespace xllm::on_host;
 
 void __syncthreads() { wait(&cta, static_cast<int>(fibers.size())); }
+void sync_some_on_host(int index, int threads) { wait(&others[index], threads); }
 void __syncwarp() { wait(&warps[threadIdx.x / 32], 32); }
 
 uint64_t exchange_in_warp(uint64_t mine, int source) {

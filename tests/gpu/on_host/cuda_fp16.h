@@ -88,6 +88,8 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   return r;
 }
 
+#define XLLM_ON_HOST
+void sync_some_on_host(int index, int threads);
 void __syncthreads();
 void __syncwarp();
 inline void __threadfence() {}

@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(kAttentionThreads,
                        range.count))
     return;
   merge_splits<kAttentionThreads>(args, local_row, first_head, heads_here, range,
-                                  static_cast<int>(gridDim.x), reinterpret_cast<float *>(shared));
+                                  reinterpret_cast<float *>(shared));
 }
 
 }  // namespace cuda

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kAnyThreads)
   if (!is_last_arriver(args.counters + static_cast<int64_t>(local_row) * gridDim.y + blockIdx.y,
                        range.count))
     return;
-  merge_splits<kAnyThreads>(args, local_row, head, 1, range, static_cast<int>(gridDim.x), weights);
+  merge_splits<kAnyThreads>(args, local_row, head, 1, range, weights);
 }
 
 }  // namespace cuda

@@ -46,7 +46,7 @@ struct AttentionArgs {
   const int32_t *tables;      // block ids
   int first_row;              // rows first_row + blockIdx.z
   const int32_t *tiles;       // of rows of prompts (prompt_attention.cuh)
-  int first_tile;             // tiles first_tile + blockIdx.z; the first begins with first_row
+  int first_tile;             // tiles first_tile + blockIdx.x; the first begins with first_row
   int splits_per_cta;         // there
   int max_splits;             // there: what gridDim.x is elsewhere, of partial results
   int num_heads, group_size, head_dim;
@@ -79,36 +79,42 @@ __device__ __forceinline__ SplitRange split_range(const AttentionArgs &args, int
   return r;
 }
 
+// Of the splits of a head, whose partial results begin at `entry`: weights [kMaxSplits], each
+// split's share of the sum. By a warp; lane l looks after splits l and l + 32.
+__device__ __forceinline__ void weigh_splits(const AttentionArgs &args, int64_t entry, int count,
+                                             float *weights) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const float2 *stats = args.partial_stats + entry;
+  float2 of[2];
+  float m = negative_infinity(), weight[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    of[i] = lane + 32 * i < count ? __ldcg(stats + lane + 32 * i)
+                                  : make_float2(negative_infinity(), 0.0f);
+    m = fmaxf(m, of[i].x);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1)
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) weight[i] = exp2_f32(__fsub_rn(of[i].x, m));
+  const float total = warp_sum(__fmaf_rn(weight[1], of[1].y, __fmul_rn(weight[0], of[0].y)));
+  const float inverse = inverse_of(total);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) weights[lane + 32 * i] = __fmul_rn(weight[i], inverse);
+}
+
 // Adds up the splits of heads first_head.. of a row in ascending order and writes their outputs, by
-// the whole CTA. max_splits: from head to head of the partial results; weights:
-// [num_heads][kMaxSplits] in shared memory.
+// the whole CTA. weights: [num_heads][kMaxSplits] in shared memory.
 template <int kThreads>
 __device__ __forceinline__ void merge_splits(const AttentionArgs &args, int local_row,
                                              int first_head, int num_heads, const SplitRange &range,
-                                             int max_splits, float *weights) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+                                             float *weights) {
+  const int thread = static_cast<int>(threadIdx.x);
   const int64_t first = static_cast<int64_t>(local_row) * args.num_heads + first_head;
-  // Lane l looks after splits l and l + 32.
   for (int head = thread >> 5; head < num_heads; head += kThreads / kWarp) {
-    const float2 *stats = args.partial_stats + (first + head) * max_splits + range.first_split;
-    float2 of[2];
-    float m = negative_infinity(), weight[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of[i] = lane + 32 * i < range.count ? __ldcg(stats + lane + 32 * i)
-                                          : make_float2(negative_infinity(), 0.0f);
-      m = fmaxf(m, of[i].x);
-    }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1)
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) weight[i] = exp2_f32(__fsub_rn(of[i].x, m));
-    const float total = warp_sum(__fmaf_rn(weight[1], of[1].y, __fmul_rn(weight[0], of[0].y)));
-    const float inverse = inverse_of(total);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      weights[head * kMaxSplits + lane + 32 * i] = __fmul_rn(weight[i], inverse);
+    weigh_splits(args, (first + head) * static_cast<int>(gridDim.x) + range.first_split,
+                 range.count, weights + head * kMaxSplits);
   }
   __syncthreads();
   const int half = args.head_dim / 2;
@@ -116,8 +122,10 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs &args, int loca
       args.out + (static_cast<int64_t>(args.first_row) * args.num_heads + first) * args.head_dim;
   for (int i = thread; i < num_heads * half; i += kThreads) {
     const int head = i / half, channel = i % half * 2;
-    const float *from = args.partial_out +
-                        ((first + head) * max_splits + range.first_split) * args.head_dim + channel;
+    const float *from =
+        args.partial_out +
+        ((first + head) * static_cast<int>(gridDim.x) + range.first_split) * args.head_dim +
+        channel;
     const float *weight = weights + head * kMaxSplits;
     float2 acc = make_float2(0.0f, 0.0f);
 #pragma unroll 16

@@ -44,6 +44,15 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Barrier `index` of the CTA, 1 to 15, among `threads` threads: whole warps. 0 is __syncthreads'.
+__device__ __forceinline__ void sync_some(int index, int threads) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
+#elif defined(XLLM_ON_HOST)
+  sync_some_on_host(index, threads);
+#endif
+}
+
 // ---- memory ----
 
 // 16 bytes to shared memory, past L1, without a register; a plain copy below sm_80. Both pointers

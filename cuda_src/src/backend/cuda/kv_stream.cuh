@@ -102,9 +102,8 @@ struct KvStream {
     if constexpr (kBits == 16) {
       return slot<kItem>();
     } else {
-      uint8_t *to = slots + kItem % 2 * kHalfSlotBytes;
-      expand_keys(slot<kItem>(), to);
-      return to;
+      expand_keys(slot<kItem>(), place<kItem>());
+      return place<kItem>();
     }
   }
   template <int kItem>
@@ -112,12 +111,37 @@ struct KvStream {
     if constexpr (kBits == 16) {
       return slot<kItem>();
     } else {
-      uint8_t *to = slots + kItem % 2 * kHalfSlotBytes;
-      expand_values(slot<kItem>(), to);
-      return to;
+      expand_values(slot<kItem>(), place<kItem>());
+      return place<kItem>();
     }
   }
 
+  // Where item kItem of keys or values lies as f16.
+  template <int kItem>
+  __device__ __forceinline__ uint8_t *place() const {
+    return kBits == 16 ? slot<kItem>() : slots + kItem % 2 * kHalfSlotBytes;
+  }
+
+  // Finds the tiles of the round that begins at round_key, before its end.
+  __device__ __forceinline__ void seek(int round_key) {
+    const int key = round_key + kKeyTile * (lane % kRoundTiles);
+    tile = args.kv.base;
+    if (key < end) {
+      const int row = key & (args.kv.block_size - 1);
+      tile = args.kv.page(args.tables[table_start + (key >> args.kv.block_shift)], kv_head) +
+             row * kCacheRowBytes;
+      scales = args.kv.scales_offset - row * (kCacheRowBytes - kScaleRowBytes);
+    }
+  }
+  // Asks for item kItem of the round that was sought.
+  template <int kItem>
+  __device__ __forceinline__ void ask(int round_key) {
+    if (kItem < 2) {
+      fetch_keys(slot<kItem>(), round_key, kAttentionWarps * kItem + warp);
+    } else {
+      fetch_values(slot<kItem>(), round_key, kItem - 2);
+    }
+  }
   // Asks for item kItem, counted on into the next round, of the round that begins at round_key; one
   // group of copies, empty where there is nothing.
   template <int kItem>
@@ -125,21 +149,8 @@ struct KvStream {
     constexpr int kOf = kItem % kRoundItems;
     if (kItem >= kRoundItems) round_key += kRoundKeys;
     if (round_key < end) {
-      if (kOf == 0) {
-        const int key = round_key + kKeyTile * (lane % kRoundTiles);
-        tile = args.kv.base;
-        if (key < end) {
-          const int row = key & (args.kv.block_size - 1);
-          tile = args.kv.page(args.tables[table_start + (key >> args.kv.block_shift)], kv_head) +
-                 row * kCacheRowBytes;
-          scales = args.kv.scales_offset - row * (kCacheRowBytes - kScaleRowBytes);
-        }
-      }
-      if (kOf < 2) {
-        fetch_keys(slot<kOf>(), round_key, kAttentionWarps * kOf + warp);
-      } else {
-        fetch_values(slot<kOf>(), round_key, kOf - 2);
-      }
+      if (kOf == 0) seek(round_key);
+      ask<kOf>(round_key);
     }
     commit_copies();
   }

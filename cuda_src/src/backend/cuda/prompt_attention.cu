@@ -7,27 +7,18 @@ namespace xllm::cuda {
 namespace {
 
 struct Choice {
-  int head_dim, bits, depth;  // bits: of a value in the cache
+  int head_dim, bits;  // bits: of a value in the cache
   void (*kernel)(AttentionArgs);
 };
 
-// Of a head size, the deepest ring first.
 constexpr Choice kChoices[] = {
-    {64, 16, 4, prompt_attention_kernel<64, 4>},
-    {80, 16, 2, prompt_attention_kernel<80, 2>},
-    {96, 16, 2, prompt_attention_kernel<96, 2>},
-    {128, 16, 4, prompt_attention_kernel<128, 4>},
-    {128, 16, 2, prompt_attention_kernel<128, 2>},
-    {256, 16, 2, prompt_attention_kernel<256, 2>},
-    {64, 8, 2, prompt_attention_kernel<64, 2, 8>},
-    {64, 4, 2, prompt_attention_kernel<64, 2, 4>},
-    {128, 8, 2, prompt_attention_kernel<128, 2, 8>},
-    {128, 4, 2, prompt_attention_kernel<128, 2, 4>},
+    {64, 16, prompt_attention_kernel<64>},     {80, 16, prompt_attention_kernel<80>},
+    {96, 16, prompt_attention_kernel<96>},     {128, 16, prompt_attention_kernel<128>},
+    {64, 8, prompt_attention_kernel<64, 8>},   {64, 4, prompt_attention_kernel<64, 4>},
+    {128, 8, prompt_attention_kernel<128, 8>}, {128, 4, prompt_attention_kernel<128, 4>},
 };
 
-int shared_bytes(const Choice &choice) {
-  return prompt_shared_bytes(choice.head_dim, choice.depth, choice.bits);
-}
+int shared_bytes(const Choice &choice) { return prompt_shared_bytes(choice.head_dim, choice.bits); }
 
 bool has_room(const Device &device, const Choice &choice) {
   return prompt_static_bytes(choice.head_dim) + shared_bytes(choice) <= device.max_shared_bytes;
@@ -67,9 +58,9 @@ void prompt_attention(const Launch &launch, AttentionArgs args, int num_splits, 
       static_cast<int>(std::min((all + wanted - 1) / wanted, int64_t{num_splits}));
   const int ctas = (num_splits + args.splits_per_cta - 1) / args.splits_per_cta;
   launch_kernel(launch, "prompt_attention", choice.kernel,
-                dim3(static_cast<unsigned>(ctas), static_cast<unsigned>(args.kv.num_kv_heads),
-                     static_cast<unsigned>(num_tiles)),
-                kAttentionThreads, static_cast<size_t>(shared_bytes(choice)), args);
+                dim3(static_cast<unsigned>(num_tiles), static_cast<unsigned>(args.kv.num_kv_heads),
+                     static_cast<unsigned>(ctas)),
+                kPromptThreads, static_cast<size_t>(shared_bytes(choice)), args);
 }
 
 }  // namespace xllm::cuda

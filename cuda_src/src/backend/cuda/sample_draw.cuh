@@ -18,6 +18,7 @@ constexpr int kBins = 2048;
 // Per e-fold of weight: the last bin begins at e^-32, where weights are 0.
 constexpr float kBinsPerFold = 64.0f;
 constexpr int kSelectThreads = 1024;
+constexpr int kAtOnce = 8;        // logits of a thread on their way
 constexpr int kMaxSorted = 2048;  // ids of a bin that are sorted at once
 
 __device__ __forceinline__ bool is_drawn(const SampleArgs &args, int row) {
@@ -134,12 +135,21 @@ __device__ __forceinline__ void for_each_in_bin(const SampleArgs &args, int row,
   const SampleParams &params = args.params[row];
   const float *logits = row_logits(args, row);
   const float largest = args.best[row].logit, scale = bin_scale(params);
-  for (int id = static_cast<int>(threadIdx.x); id < params.num_choosable; id += kSelectThreads) {
-    const float x = logits[id];
-    if (x == negative_infinity() || bin_of(x, largest, scale) != memory.bin) continue;
-    const uint64_t rank = rank_key(x, id);
-    if (num_bits > 0 && rank >> (64 - num_bits) != memory.prefix) continue;
-    visit(rank, x);
+  const int n = params.num_choosable;
+  for (int first = static_cast<int>(threadIdx.x); first < n; first += kAtOnce * kSelectThreads) {
+    float x[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int id = first + i * kSelectThreads;
+      x[i] = id < n ? logits[id] : negative_infinity();
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (x[i] == negative_infinity() || bin_of(x[i], largest, scale) != memory.bin) continue;
+      const uint64_t rank = rank_key(x[i], first + i * kSelectThreads);
+      if (num_bits > 0 && rank >> (64 - num_bits) != memory.prefix) continue;
+      visit(rank, x[i]);
+    }
   }
 }
 
@@ -197,10 +207,12 @@ __device__ __forceinline__ void find_last_rank(const SampleArgs &args, int row,
     }
     num_bits += 8;
   }
-  // Bitonic sort; what is not used stays behind.
-  for (int size = 2; size <= kMaxSorted; size *= 2) {
+  // Bitonic sort of the keys and what fills them up to a power of two.
+  int num_sorted = 2;
+  while (num_sorted < memory.num_keys) num_sorted *= 2;
+  for (int size = 2; size <= num_sorted; size *= 2) {
     for (int stride = size / 2; stride > 0; stride /= 2) {
-      for (int i = thread; i < kMaxSorted; i += kSelectThreads) {
+      for (int i = thread; i < num_sorted; i += kSelectThreads) {
         const int other = i ^ stride;
         if (other > i) {
           const uint64_t a = memory.keys[i], b = memory.keys[other];
