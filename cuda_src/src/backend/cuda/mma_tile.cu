@@ -72,8 +72,6 @@ constexpr double kAlone = 550, kAloneToken = 34, kTile = 22, kTileToken = 7.7;
 constexpr double kWideAlone = 1740, kWideAloneToken = 24, kWideTile = 117, kWideTileToken = 3.2;
 constexpr double kStart = 800, kItem = 800, kOutput = 80, kCta = 20, kPartial = 1.8e-3;
 constexpr double kMemoryRate = 27.6, kSharedRate = 29, kOtherTypes = 1.2;
-// A launch more, and what is left to it: on few SMs it is faster than those figures say.
-constexpr double kLaunch = 5000, kRest = 0.6;
 struct Cost {
   double clocks;
   TilePlan plan;
@@ -170,32 +168,6 @@ Cost plan_of(const Device &device, const MatmulArgs &args, int item_slices) {
   return best;
 }
 
-// The product of tiles `first`.. of its one segment, or of gate and up each.
-MatmulArgs tiles_of(const MatmulArgs &args, int first, int count) {
-  MatmulArgs part = args;
-  const int rows = first * kTileRows;
-  for (int i = 0; i < args.num_segments; ++i) {
-    MatmulSegment &segment = part.segments[i];
-    segment.tiles += first * segment.tile_bytes;
-    segment.num_tiles = count;
-    segment.num_rows = std::min(segment.num_rows - rows, count * kTileRows);
-    segment.out_row += rows;
-  }
-  if (args.epilogue == kSwiGlu) part.out += rows;
-  return part;
-}
-
-// How many tiles of a segment make as many whole rounds of the SMs as there are, for what is left
-// to be a launch of its own; 0 where that is not worth a thought.
-int whole_rounds(const Device &device, const MatmulArgs &args, const Cost &cost) {
-  const bool is_swiglu = args.epilogue == kSwiGlu;
-  if (cost.shape.unit_warps != 4 || args.epilogue == kPartials) return 0;
-  if (!is_swiglu && args.num_segments > 1) return 0;
-  const int round = device.num_sms * wide_max_groups(8) * kWideTiles / (is_swiglu ? 2 : 1);
-  const int all = args.segments[0].num_tiles, left = all % round;
-  return all > round && left > 0 && left < round / 2 ? all - left : 0;
-}
-
 void run_plan(const Launch &launch, const MatmulArgs &args, const Cost &cost) {
   const Shape &shape = cost.shape;
   TileArgs one = {args, cost.plan};
@@ -245,17 +217,6 @@ void launch_mma_tile(const Launch &launch, const MatmulArgs &args) {
       throw Error(Status::kUnimplemented,
                   "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
                       std::to_string(device.max_shared_bytes) + " bytes); use the CPU backend");
-    }
-    const int whole = whole_rounds(device, one, cost);
-    if (whole > 0) {
-      const int all = one.segments[0].num_tiles;
-      const MatmulArgs parts[2] = {tiles_of(one, 0, whole), tiles_of(one, whole, all - whole)};
-      const Cost costs[2] = {plan_of(device, parts[0], args.num_slices),
-                             plan_of(device, parts[1], args.num_slices)};
-      if (costs[0].clocks + kRest * costs[1].clocks + kLaunch < cost.clocks) {
-        for (int i = 0; i < 2; ++i) run_plan(launch, parts[i], costs[i]);
-        continue;
-      }
     }
     run_plan(launch, one, cost);
   }
