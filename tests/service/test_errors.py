@@ -9,7 +9,9 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
+from cyengine.types import Status
 from xllm_client.v1 import error_reason_pb2, generation_pb2
+from xllm_service.engine.failures import service_error
 from xllm_service.errors import DOMAIN, TABLE, Detail, InvalidFieldError, Reason, ServiceError, to_status
 
 PROTO = Path(__file__).parents[2] / "protos" / "xllm" / "v1" / "error_reason.proto"
@@ -93,3 +95,19 @@ def test_a_plan_or_usage_goes_along() -> None:
     error = ServiceError(Reason.NON_FINITE_LOGITS, "NaN", extra=[generation_pb2.Usage(num_generated_tokens=3)])
     usage = generation_pb2.Usage()
     assert unpack(error).details[1].Unpack(usage) and usage.num_generated_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "told"),
+    [
+        (
+            Status.QUEUE_TIMEOUT,
+            "waited longer than max_queue_s for a slot",
+            "waited longer than max_queue_time for a slot",
+        ),
+        (Status.DEADLINE_UNREACHABLE, "max_duration_s is 0.3", "the time allowed is 0.3"),
+        (Status.INVALID_ARGUMENT, "logit_biases forbid every token", "logit_bias forbid every token"),
+    ],
+)
+def test_the_core_is_quoted_in_the_words_of_the_contract(status: Status, said: str, told: str) -> None:
+    assert service_error(status, said, {}).message == told

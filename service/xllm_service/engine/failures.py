@@ -63,6 +63,12 @@ _FIELD_PATHS = {
     "priority": "spec.priority",
     "num_outputs": "spec.num_outputs",
 }
+# The same in sentences of the core, where the contract has another name.
+_WORDS = {
+    "logit_biases": "logit_bias",
+    "max_queue_s": "max_queue_time",
+    "max_duration_s": "the time allowed",  # also a deadline's
+}
 _METADATA_NAMES = {
     "num_tokens": "num_prompt_tokens",
     "blocks_needed": "num_blocks_needed",
@@ -80,6 +86,8 @@ def service_error(status: Status, message: str, details: Mapping[str, str]) -> S
     """Return what the core said as an error of ours: its details become metadata, its fields those of the contract."""
     names = {**_METADATA_NAMES, "limit": "queue_limit" if status == Status.QUEUE_FULL else "max_seq_len"}
     metadata = {names.get(key, key): value for key, value in details.items() if key not in ("field", "index")}
+    for word, ours in _WORDS.items():
+        message = message.replace(word, ours)
     path = ""
     if name := details.get("field"):
         base, bracket, rest = name.partition("[")
