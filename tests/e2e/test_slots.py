@@ -213,7 +213,9 @@ async def test_no_free_slot_is_told_and_waiting_helps(served: tuple[Server, Slot
     refused = await failure(slots.acquire())
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_FREE_SLOT")
     assert refused.retry_delay_s is not None
-    assert (await failure(slots.acquire(slot_name=held[0].name))).reason == "NO_FREE_SLOT"
+    pinned = await failure(slots.acquire(slot_name=held[0].name))
+    assert (pinned.reason, pinned.metadata["slot"]) == ("NO_FREE_SLOT", held[0].name)
+    assert pinned.message.startswith(f"{held[0].name} is taken")
     assert (await failure(slots.acquire(max_wait={"nanos": 20_000_000}))).reason == "NO_FREE_SLOT"
     waiting = asyncio.create_task(slots.acquire(max_wait={"seconds": 20}))
     while server.gate.num_calls == 0:

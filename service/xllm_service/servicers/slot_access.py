@@ -190,3 +190,6 @@ def explain(error: ServiceError, call: str, name: str) -> None:
         error.metadata["call"] = call
     elif error.reason in (Reason.SLOT_STATE, Reason.LEASE_LOST):
         error.metadata |= {"slot": name, "call": call}
+    elif error.reason is Reason.NO_FREE_SLOT and "slot" in error.metadata:  # the engine knows its slots by number
+        error.message = error.message.replace(f"slot {error.metadata['slot']}", name)
+        error.metadata["slot"] = name
