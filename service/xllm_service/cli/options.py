@@ -37,11 +37,17 @@ Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS and trust the
 TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="Your certificate (mTLS).", show_default=False)]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="The key of --tls-cert.", show_default=False)]
 
-MaxTokens = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most tokens to generate.", show_default=False)]
+# note: whole numbers are bounded here by what the contract's fields hold; the server judges the rest.
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=2**31 - 1, help="Most tokens to generate.", show_default=False),
+]
 Temperature = Annotated[
     float | None, typer.Option(metavar="T", help="Divides the logits; 0, the default, is greedy.", show_default=False)
 ]
-TopK = Annotated[int | None, typer.Option(metavar="N", help="Keep the N best tokens.", show_default=False)]
+TopK = Annotated[
+    int | None, typer.Option(metavar="N", min=0, max=2**63 - 1, help="Keep the N best tokens.", show_default=False)
+]
 TopP = Annotated[
     float | None,
     typer.Option(metavar="P", help="Keep the best tokens whose probabilities sum to P.", show_default=False),
@@ -55,7 +61,13 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(metavar="N", help="The same seed gives the same text. Default: drawn.", show_default=False),
+    typer.Option(
+        metavar="N",
+        min=0,
+        max=2**64 - 1,
+        help="The same seed gives the same text. Default: drawn.",
+        show_default=False,
+    ),
 ]
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.", show_default=False)
