@@ -1,10 +1,10 @@
 // Products of 5 to 64 tokens on tensor cores: reads each weight once per 64 tokens.
 //
 // An item of work is a group of row tiles and some of K's slices; a CTA takes items blockIdx.x,
-// blockIdx.x + gridDim.x, ... One warp copies, the others compute. A step of the ring is one chunk
-// of columns of each slice that is worked on at the same time: the chunks of the group's tiles and
-// the activations, which all warps share. The first steps' weights are asked for before the
-// previous kernel has finished, activations, which it writes, after.
+// blockIdx.x + gridDim.x, ... One warp copies (four beside warp groups), the others compute. A step
+// of the ring is one chunk of columns of each slice that is worked on at the same time: the chunks
+// of the group's tiles and the activations, which all warps share. The first steps' weights are
+// asked for before the previous kernel has finished, activations, which it writes, after.
 //
 // kUnitWarps computing warps have kRowTiles tiles (a unit) of one slice by 8 * kGroups tokens: one
 // warp, or, where wgmma multiplies, a warp group of four with a tile each. warp = ((slice * units +
