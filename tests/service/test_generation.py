@@ -95,7 +95,8 @@ async def test_a_fast_reader_gets_one_token_per_delta(client: AsyncClient, engin
 async def test_several_streams_share_wake_ups_where_the_engine_needs_every_core(
     serve: Serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xllm_service.engine.engine_streams._LEAST_INTERVAL_S", 3600.0)
+    for name in ("_INTERVAL_PER_STREAM_S", "_LONGEST_INTERVAL_S"):
+        monkeypatch.setattr(f"xllm_service.engine.engine_streams.{name}", 3600.0)
     engine.info = replace(engine.info, num_threads=4096)
     async with serve() as (server, client):
         streams = []

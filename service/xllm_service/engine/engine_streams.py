@@ -40,7 +40,9 @@ from xllm_service.validation import DecodeChoices
 _MAX_BUFFERED_TOKENS = 16384  # of one stream whose client does not read
 _NUM_STEP_SAMPLES = 9  # steps that the typical step time is taken from: some five seconds of work
 _STALLED_AFTER_S = 1.0  # a slot whose client has not read for so long is STALLED
-_LEAST_INTERVAL_S = 0.03  # between two wake-ups for several streams, where each takes time from the engine
+# Between two wake-ups for several streams, where each takes time from the engine: messages then take some 2 % of a core.
+_INTERVAL_PER_STREAM_S = 0.006
+_LONGEST_INTERVAL_S = 0.05
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
 
 _log = get_logger("engine")
@@ -78,7 +80,7 @@ class EngineStreams:
         self._constrained: dict[int, Constrained] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
-        self._least_interval_s = _LEAST_INTERVAL_S if _takes_all_cores(self.info) else 0.0
+        self._takes_all_cores = _computes_on_all_cores(self.info)
         self._resting: asyncio.TimerHandle | None = None  # nothing is handed out before it has run
         self._taken: list[Event] = []  # and not handed out yet
         self._loop.add_reader(self._fd, self._dispatch)
@@ -248,10 +250,11 @@ class EngineStreams:
                 stream.put(end, now)
         if decoding:
             self.on_batch(len(decoding))
-        if len(decoding) > 1 and self._least_interval_s and self._resting is None:
+        if len(decoding) > 1 and self._takes_all_cores and self._resting is None:
             if not self._constrained:
                 self._loop.remove_reader(self._fd)
-            self._resting = self._loop.call_later(self._least_interval_s, self._end_rest)
+            interval_s = min(_INTERVAL_PER_STREAM_S * len(decoding), _LONGEST_INTERVAL_S)
+            self._resting = self._loop.call_later(interval_s, self._end_rest)
 
     def _end_rest(self) -> None:
         self._resting = None
@@ -297,7 +300,7 @@ class EngineStreams:
                         stream.on_stall()
 
 
-def _takes_all_cores(info: EngineInfo) -> bool:
+def _computes_on_all_cores(info: EngineInfo) -> bool:
     """Whether an engine computes on all that this process may use."""
     has_all = info.num_threads >= len(os.sched_getaffinity(0)) or info.threads_limit == "cgroup quota"
     return info.device_kind == "cpu" and has_all
