@@ -226,14 +226,16 @@ class Samples:
         """Return the medians."""
         alone, through = statistics.median(self.alone), statistics.median(self.through)
         client_share = statistics.median(self.client_shares)
+        ratios = [b / a for a, b in zip(self.alone, self.through, strict=True)]
+        ratio = statistics.median(ratios)
         return {
             "streams": num_streams,
             "in_process_tokens_per_s": round(alone, 1),
             "served_tokens_per_s": round(through, 1),
-            "ratio": round(through / alone, 4),
+            "ratio": round(ratio, 4),
             "client_share": round(client_share, 4),
-            "ratio_without_clients": round(through / alone / (1 - client_share), 4),
-            "ratios": [round(b / a, 4) for a, b in zip(self.alone, self.through, strict=False)],
+            "ratio_without_clients": round(ratio / (1 - client_share), 4),
+            "ratios": [round(value, 4) for value in ratios],
             "step_ms": round(1e3 * num_streams / alone, 3),
             "gap_ms_median": round(statistics.median(self.gaps_ms), 3),
             "gap_ms_p99": round(_quantile(self.gaps_ms, 0.99), 3),

@@ -40,7 +40,7 @@ from xllm_service.validation import DecodeChoices
 _MAX_BUFFERED_TOKENS = 16384  # of one stream whose client does not read
 _NUM_STEP_SAMPLES = 9  # steps that the typical step time is taken from: some five seconds of work
 _STALLED_AFTER_S = 1.0  # a slot whose client has not read for so long is STALLED
-# Between two wake-ups for several streams, where each takes time from the engine: messages then take some 2 % of a core.
+# Between two wake-ups for several streams where each takes time from the engine: messages take some 2 % of a core then.
 _INTERVAL_PER_STREAM_S = 0.006
 _LONGEST_INTERVAL_S = 0.05
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
