@@ -22,7 +22,7 @@ from xllm_service.engine.model import Model
 from xllm_service.errors import Reason, ServiceError
 
 _MAX_WORKERS = 4
-_MASKS_PER_WORKER = 4  # fewer, of some 50 µs each, are computed before a further worker would have woken up
+_MIN_FOR_WORKERS = 12  # fewer masks, of some 50 µs each, are computed before workers would have woken up
 
 
 class ConstraintComplete(FinishedEvent):
@@ -86,7 +86,7 @@ class MaskWorker:
         if not wanted:
             return
         if self._thread is None:
-            self._pool = ThreadPoolExecutor(_MAX_WORKERS - 1, thread_name_prefix="xllm-mask")
+            self._pool = ThreadPoolExecutor(_MAX_WORKERS, thread_name_prefix="xllm-mask")
             self._thread = threading.Thread(target=self._work, name="xllm-masks", daemon=True)
             self._thread.start()
         self._inbox.put(wanted)
@@ -101,12 +101,12 @@ class MaskWorker:
             self._push(batch)
 
     def _push(self, batch: list[_Wanted]) -> None:
-        assert self._pool is not None
-        num_shares = max(1, min(_MAX_WORKERS, len(batch) // _MASKS_PER_WORKER))
-        own, *others = [batch[first::num_shares] for first in range(num_shares)]
-        running = [self._pool.submit(self._compute_all, share) for share in others]
-        done = [self._compute_all(own), *(other.result() for other in running)]
-        masks = [done[place % num_shares][place // num_shares] for place in range(len(batch))]
+        if len(batch) < _MIN_FOR_WORKERS or self._pool is None:
+            masks = [self._compute(wanted) for wanted in batch]
+        else:
+            shares = [batch[first::_MAX_WORKERS] for first in range(_MAX_WORKERS)]
+            done = list(self._pool.map(lambda share: [self._compute(wanted) for wanted in share], shares))
+            masks = [done[place % _MAX_WORKERS][place // _MAX_WORKERS] for place in range(len(batch))]
         ready = [
             TokenMask(wanted.request_id, wanted.index, words)
             for wanted, words in zip(batch, masks, strict=True)
@@ -121,9 +121,6 @@ class MaskWorker:
             for wanted in batch:
                 if wanted.row.is_complete or wanted.row.error:
                     self.core.cancel(wanted.request_id)
-
-    def _compute_all(self, share: list[_Wanted]) -> list[bytes]:
-        return [self._compute(wanted) for wanted in share]
 
     def _compute(self, wanted: _Wanted) -> bytes:
         """Return a mask; empty where the request is over instead."""
