@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
@@ -16,6 +17,9 @@
 static int log_fd;
 static int status;
 static struct sigaction previous;
+
+/* Several threads meet the end of a file at once: the first to know its name says so, alone. */
+static atomic_flag is_said = ATOMIC_FLAG_INIT;
 
 enum { kMaxPath = 4096 };
 
@@ -102,6 +106,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
   const size_t length = info->si_code == BUS_ADRERR ? find_name((uintptr_t)info->si_addr, name) : 0;
   (void)context;
   if (length > 0) {
+    while (atomic_flag_test_and_set(&is_said)) pause(); /* until the first one ends the process */
     say(before, sizeof before - 1);
     say(name, length);
     say(after, sizeof after - 1);

@@ -24,6 +24,17 @@ if what == "shortened":
     reader = threading.Thread(target=lambda: print(bytes[9000]))
     reader.start()
     reader.join()
+elif what == "shortened for many":
+    start = threading.Barrier(16)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(bytes, 9000))
+    find = ctypes.CDLL(None).memchr  # without the interpreter's lock
+    find.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    os.truncate(sys.argv[1], 100)
+    readers = [threading.Thread(target=lambda: (start.wait(), find(at, 1, 100))) for _ in range(16)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
 elif what == "raised":
     os.kill(os.getpid(), 7)
 print("alive")
@@ -47,6 +58,13 @@ def test_a_file_that_lost_its_bytes_is_named_and_ends_the_process(tmp_path: Path
     shown = name.replace("\n", "\\012")  # as the kernel writes it
     assert line.startswith(f"xllm: the mapped file {shown} has been shortened while it was in use")
     assert str(folder) not in line
+
+
+def test_many_threads_that_find_it_out_at_once_say_so_once(tmp_path: Path) -> None:
+    for _ in range(6):
+        ended = run(tmp_path / "model.gguf", "shortened for many")
+        assert ended.returncode == 7, ended.stderr
+        assert ended.stderr.count("mapped file model.gguf has been shortened") == ended.stderr.count("mapped file") == 1
 
 
 def test_a_signal_that_is_no_such_fault_ends_it_as_ever(tmp_path: Path) -> None:
