@@ -93,14 +93,30 @@ void interleave_words(const uint8_t *words, uint64_t row_bytes, int num_rows, in
   }
 }
 
-// Words of a block that follow one another in a tile as well.
-struct Run {
-  int first;
-  int count;
-};
+// A q6_k block without its f16: ql, qh and scales, as words.
+constexpr int kQ6kWords = 52;
 
-// A q6_k block, ql 0 to 31, qh 32 to 47, scales 48 to 51, in the order of its tile.
-constexpr Run kQ6kRuns[] = {{48, 4}, {32, 8}, {0, 16}, {40, 8}, {16, 16}};
+// Such a block in the order of its tile (interleave.h).
+void reorder_q6_k(const uint8_t *block, uint32_t out[kQ6kWords]) {
+  uint32_t in[kQ6kWords];
+  std::memcpy(in, block, sizeof(in));
+  std::memcpy(out, in + 48, 16);
+  for (int s = 0; s < 8; ++s) {
+    // Of a half, ql has elements 32 k to 32 k + 31 in the low nibbles (k 0, 1) or the high ones (2,
+    // 3) of its first or second eight words, and qh in bits 2 k and 2 k + 1.
+    const int half = s / 4, k = s % 4;
+    const uint32_t *low = in + 16 * half + 8 * (k % 2), *top = in + 32 + 8 * half;
+    uint32_t *to = out + 4 + 6 * s;
+    for (int i = 0; i < 2; ++i) {
+      to[i] = 0;
+      for (int g = 0; g < 4; ++g) to[i] |= ((top[4 * i + g] >> (2 * k)) & 0x03030303) << (2 * g);
+    }
+    for (int g = 0; g < 4; ++g) {
+      const int shift = k < 2 ? 0 : 4;
+      to[2 + g] = ((low[g] >> shift) & 0x0f0f0f0f) | ((low[4 + g] >> shift) & 0x0f0f0f0f) << 4;
+    }
+  }
+}
 
 }  // namespace
 
@@ -129,11 +145,11 @@ void interleave_rows(DType dtype, const uint8_t *rows, uint64_t row_bytes, int n
     const uint8_t *block = rows + static_cast<uint64_t>(b) * block_bytes;
     uint8_t *tile = out + static_cast<uint64_t>(b) * kInterleavedRows * block_bytes;
     if (dtype == DType::kQ6_K) {
-      uint8_t *to = tile + half_bytes;
-      for (const Run &run : kQ6kRuns) {
-        interleave_words(block + 4 * run.first, row_bytes, num_rows, run.count, to);
-        to += 4 * kInterleavedRows * run.count;
-      }
+      uint32_t words[kInterleavedRows][kQ6kWords];
+      for (int r = 0; r < num_rows; ++r)
+        reorder_q6_k(block + static_cast<uint64_t>(r) * row_bytes, words[r]);
+      interleave_words(reinterpret_cast<const uint8_t *>(words), sizeof(words[0]), num_rows,
+                       kQ6kWords, tile + half_bytes);
     } else {
       interleave_words(block + first_word, row_bytes, num_rows, num_words, tile + half_bytes);
     }

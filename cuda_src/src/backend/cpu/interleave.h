@@ -7,8 +7,11 @@
 //   [16] u16          the f16 scale of types whose block is no whole number of words (q4_0, q5_0,
 //                     q8_0, q6_k), wherever the file has it
 //   [words][16] u32   the rest of the block word by word, in the file's order but for q6_k: its
-//                     scales come first, then the halves of 128 elements, each as qh and ql. So a
-//                     product reads memory in ascending order, which is what keeps it streaming.
+//                     scales come first, then six words for each 32 elements. Byte i of the first
+//                     has the top bits of element 4 g + i at bits 2 g and 2 g + 1, the second those
+//                     of element 16 + 4 g + i; of word g of the other four, byte i has the low bits
+//                     of both. So a product meets each line of memory once, in ascending order and
+//                     at an even pace, which is what keeps it streaming.
 // In q5_0 and q5_1 the word of fifth bits is permuted: bit 8 * i + g belongs to element 4 * g + i.
 // Rows that fill up the last sixteen are zeros.
 #pragma once

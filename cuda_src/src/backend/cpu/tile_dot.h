@@ -39,15 +39,14 @@ struct Tile {
   typename V::F high_half(int i) const { return V::high_halves(word(i)); }
 };
 
-// Piece `piece` of `pieces` of a tile some two ahead, towards cache `level`: for products of eight
-// rows of activations, which compute for so long between two loads that a core cannot see far
-// enough ahead by itself. With fewer rows it costs more than it gains, and the level is what
-// measured faster for each kind of tile (docs/perf/cpu.md).
+// Piece `piece` of `pieces` of what lies kDistance ahead, as long as a tile, towards cache `level`:
+// for products of eight rows of activations, which compute for so long between two loads that a
+// core cannot see far enough ahead by itself. With fewer rows it costs more than it gains, and the
+// level is what measured faster for each kind of tile (docs/perf/cpu.md).
 template <int kBytes, int T, int level, int piece, int pieces, typename V>
 inline void fetch_ahead(const Tile<V> &tile) {
-  constexpr int kTileBytes = kInterleavedRows * kBytes;
-  constexpr int kLines = (kTileBytes / 64 + pieces - 1) / pieces;
-  constexpr int kDistance = 2 * kTileBytes > 4096 ? 2 * kTileBytes : 4096;
+  constexpr int kLines = (kInterleavedRows * kBytes / 64 + pieces - 1) / pieces;
+  constexpr int kDistance = 4096;
   if (T < 8) return;
 #pragma GCC unroll 16
   for (int i = piece * kLines; i < (piece + 1) * kLines; ++i)
@@ -396,18 +395,25 @@ struct TileK4 {
   }
 };
 
-// Words of a tile of q6_k: scales 0 to 3; of each half qh 8, ql 16.
+// Words of a tile of q6_k: scales 0 to 3; of each 32 elements two of their top bits, four of their
+// low ones (interleave.h).
 template <typename V, int s>
 inline void codes_of_q6_k(const Tile<V> &tile, typename V::I w[8]) {
   using I = typename V::I;
-  constexpr int half = s / 4, k = s % 4;
-  for (int g = 0; g < 8; ++g) {
-    const I x = tile.word(12 + 24 * half + 8 * (k % 2) + g), h = tile.word(4 + 24 * half + g);
-    // Bits 2k, 2k + 1 to bits 4, 5.
-    const I top = k < 2 ? V::template shift_left<(4 - 2 * k) & 7>(h)
-                        : V::template shift_right<(2 * k - 4) & 7>(h);
-    w[g] =
-        V::bor(k < 2 ? low_nibbles<V>(x) : high_nibbles<V>(x), V::band(top, V::set1(0x30303030)));
+  constexpr int first = 4 + 6 * s;
+  for (int g = 0; g < 4; ++g) {
+    const I x = tile.word(first + 2 + g);
+    w[g] = low_nibbles<V>(x);
+    w[g + 4] = high_nibbles<V>(x);
+  }
+  const I top_bits = V::set1(0x30303030);
+  for (int i = 0; i < 2; ++i) {
+    const I x = tile.word(first + i);
+    I *to = w + 4 * i;
+    to[0] = V::bor(to[0], V::band(V::template shift_left<4>(x), top_bits));
+    to[1] = V::bor(to[1], V::band(V::template shift_left<2>(x), top_bits));
+    to[2] = V::bor(to[2], V::band(x, top_bits));
+    to[3] = V::bor(to[3], V::band(V::template shift_right<2>(x), top_bits));
   }
 }
 
