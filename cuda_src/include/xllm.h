@@ -482,9 +482,11 @@ XLLM_API xllm_status xllm_engine_cancel(xllm_engine *engine, uint64_t request_id
  *   submit with is_constrained; push the mask of token_index 0, before or after ACCEPTED
  *   on each TOKEN event with wants_mask: push the mask of token_index + 1
  *
- * A position whose mask has not come is not computed: the request sits steps out, with its seat and
- * its blocks, while the others go on. Nothing but max_duration_s, cancel and the end of a lease
- * ends a request that waits for a mask for good.
+ * A mask has the time of the next step: the request takes part in it, and its token is chosen if
+ * the mask comes before the step's rows are computed or soon after. Else the request sits steps
+ * out, with its seat and its blocks, while the others go on, and the position is computed again
+ * once its mask is there: when masks come changes no token. Nothing but max_duration_s, cancel and
+ * the end of a lease ends a request that waits for a mask for good.
  *
  * A mask is the last word on which tokens there are: what it leaves out is never chosen, greedy or
  * drawn, has no logprob and no weight in any sum; ends of generation and stop tokens are allowed as
@@ -749,7 +751,7 @@ XLLM_API xllm_status xllm_engine_decode_slot(xllm_engine *engine, xllm_slot_ref 
 
 /* Batched API: generate in several READY batched slots in lock-step: all begin in the same step,
  * and every one that still runs advances by one token in each step, a constrained one in each step
- * that has its mask.
+ * that its mask comes in time for.
  *   requests   [num_slots], one for each ref as for xllm_engine_decode_slot (decode_mode AUTO or
  *              BATCHED); the refs all differ
  *   out_ids    [num_slots]; each entry has events of its own, and ends by itself or by

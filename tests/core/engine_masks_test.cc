@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -11,67 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "engine_fixture.h"
+#include "masked_requests.h"
 
 namespace xllm {
 namespace {
-
-constexpr int32_t kVocab = RecallBackend::kVocabSize;
-
-TokenMask only(const Ids &ids) {
-  TokenMask mask(kVocab, false);
-  for (const int32_t id : ids) mask.set(id, true);
-  return mask;
-}
-
-TokenMask everything() { return TokenMask(kVocab, true); }
-
-RequestOptions constrained(Ids prompt, uint32_t max_tokens = 12) {
-  RequestOptions options = request(std::move(prompt), max_tokens);
-  options.is_constrained = true;
-  return options;
-}
-
-// The mask of a test's choice for each position, pushed when the engine asks for it.
-Answer run_masked(Engine *engine, uint64_t id, const std::function<TokenMask(uint32_t)> &mask_of) {
-  Answer answer;
-  while (answer.finished.kind != EventKind::kFinished) {
-    const std::vector<Event> events = engine->take_events(id, kSoon);
-    if (events.empty()) {
-      ADD_FAILURE() << "no event in time";
-      return answer;
-    }
-    for (const Event &event : events) {
-      add(event, &answer);
-      if (!event.wants_mask) continue;
-      const uint32_t next = event.kind == EventKind::kToken ? event.token_index + 1 : 0;
-      engine->push_masks({{id, next, mask_of(next)}});
-    }
-  }
-  return answer;
-}
-
-// What is chosen greedily when each position has its own allowed ids.
-Ids expected_within(Ids context, const std::vector<Ids> &allowed) {
-  Ids out;
-  for (const Ids &ids : allowed) {
-    float logits[kVocab];
-    RecallBackend::hashed_logits(context, logits);
-    int32_t best = ids.front();
-    for (const int32_t id : ids) {
-      if (logits[id] > logits[best] || (logits[id] == logits[best] && id < best)) best = id;
-    }
-    out.push_back(best);
-    context.push_back(best);
-  }
-  return out;
-}
-
-std::vector<Ids> pairs(int count) {
-  std::vector<Ids> out;
-  for (int i = 0; i < count; ++i) out.push_back({i % 26, (i * 5 + 3) % 26, 31 + i % 20});
-  return out;
-}
 
 TEST(EngineMasks, EachTokenIsTheBestOfItsMask) {
   auto engine = make_engine();

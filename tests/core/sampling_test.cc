@@ -301,6 +301,44 @@ TEST(Padding, MayLieBetweenRealTokensAndHoldAnything) {
   EXPECT_EQ(sample(logits, row).outcome, SampleOutcome::kChosen);
 }
 
+// The best of a mask is found without a copy of the row unless more is asked for: both ways, and
+// the plain one.
+TEST(Masks, TheLowestOfTheBestWithinIsChosen) {
+  std::mt19937 random(7);
+  for (const int size : {1, 31, 32, 33, 64, 1000, 1023, 1024, 1025, 5000}) {
+    for (const double share : {0.0, 0.002, 0.5, 0.98, 1.0}) {
+      for (const float spread : {0.001f, 4.0f}) {  // rounded: nearly all are tied, or few
+        std::vector<float> logits = random_logits(size, random(), spread);
+        for (float &logit : logits) logit = std::round(logit * 8);
+        TokenMask mask(size, false);
+        int32_t expected = -1;
+        for (int32_t id = 0; id < size; ++id) {
+          mask.set(id, std::uniform_real_distribution<>()(random) < share);
+          if (!mask.is_allowed(id)) continue;
+          const bool is_first = expected < 0;
+          if (is_first || logits[static_cast<size_t>(id)] > logits[static_cast<size_t>(expected)])
+            expected = id;
+        }
+        SampleRow row = row_for(logits);
+        row.mask = mask.words();
+        const Sampled plain = sample(logits, row);
+        row.num_logprobs = 1;
+        const Sampled listed = sample(logits, row);
+        EXPECT_EQ(plain.token_id, expected) << size << " ids, " << share << " of them allowed";
+        EXPECT_EQ(listed.token_id, expected) << size << " ids, " << share << " of them allowed";
+        EXPECT_EQ(plain.outcome,
+                  expected < 0 ? SampleOutcome::kAllForbidden : SampleOutcome::kChosen);
+        EXPECT_EQ(listed.outcome, plain.outcome);
+        row.temperature = 50;
+        for (int i = 0; i < 20 && expected >= 0; ++i) {
+          row.seed = random();
+          EXPECT_TRUE(mask.is_allowed(sample(logits, row).token_id));
+        }
+      }
+    }
+  }
+}
+
 TEST(Biases, AddAndForbid) {
   const std::vector<float> logits = {1, 2, 3};
   std::vector<TokenBias> biases = {{0, 2.5f}, {2, -kInfinity}};

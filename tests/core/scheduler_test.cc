@@ -81,6 +81,7 @@ class World {
       text += std::to_string(sequence.id) + ":" + std::to_string(sequence.num_computed) + "+" +
               std::to_string(rows.num_tokens) + (rows.wants_token ? "!" : "");
       EXPECT_LE(sequence.num_computed + rows.num_tokens, sequence.blocks.capacity());
+      if (rows.wants_token && sequence.is_held) continue;  // it has missed the step
       scheduler.advance(rows);
       if (rows.wants_token) sequence.tokens.push_back(1000 + sequence.num_tokens());
     }
@@ -193,6 +194,52 @@ TEST(Scheduler, ASlotTakesBlocksFromRequestsAndIsExhaustedWithoutThem) {
   EXPECT_EQ(slot->blocks.num_blocks(), 5);
   world.cache.release_all(&slot->blocks);
   EXPECT_EQ(world.step(), "1:0+9!");
+}
+
+TEST(Scheduler, WhoIsHeldSitsOutUnlessItIsDue) {
+  World world(8);
+  Sequence *first = world.add(ids(0, 3));
+  world.add(ids(20, 3));
+  first->is_held = true;
+  EXPECT_EQ(world.step(), "1:0+2 2:0+3!");
+  EXPECT_EQ(world.step(), "2:3+1!");
+  first->is_held = false;
+  EXPECT_EQ(world.step(), "1:2+1! 2:4+1!");
+  first->is_held = first->is_due = true;
+  EXPECT_EQ(world.step(), "1:3+1! 2:5+1!");  // and is not advanced
+  EXPECT_EQ(world.step(), "2:6+1!");         // for one step only
+  first->is_held = false;
+  EXPECT_EQ(world.step(), "1:3+1! 2:7+1!");
+}
+
+TEST(Scheduler, WhoIsPreemptedIsNotDueWhenItComesBack) {
+  World world(5, 4, 64, 1, false);
+  Sequence *senior = world.add(ids(10, 7));
+  Sequence *junior = world.add(ids(50, 3));
+  for (int i = 0; i < 6; ++i) world.step();
+  junior->is_held = junior->is_due = true;
+  EXPECT_EQ(world.step(), "1:12+1!");
+  EXPECT_EQ(world.preempted, (std::vector<uint64_t>{2}));
+  world.finish(senior);
+  EXPECT_EQ(world.step(), "2:0+8");
+  EXPECT_EQ(world.step(), "");
+  junior->is_held = false;
+  EXPECT_EQ(world.step(), "2:8+1!");
+}
+
+TEST(Scheduler, WhoIsDueTakesNoTurnLater) {
+  World world(8, 4, 64, 1, true, 1);
+  Sequence *first = world.add(ids(0, 3));
+  world.add(ids(20, 3));
+  EXPECT_EQ(world.step(), "1:0+3!");
+  first->is_held = first->is_due = true;
+  EXPECT_EQ(world.step(), "2:0+3!");
+  EXPECT_EQ(world.step(), "2:3+1!");  // its mask had a step's time
+  first->is_held = false;
+  EXPECT_EQ(world.step(), "1:3+1!");
+  first->is_held = first->is_due = true;
+  world.finish(world.sequence(2));
+  EXPECT_EQ(world.step(), "1:4+1!");
 }
 
 TEST(Scheduler, TakesTurnsWhereAStepHoldsOneSequence) {

@@ -10,13 +10,15 @@
 //
 // engine.cc makes and ends it and tells what can be seen of it; engine_submit.cc and
 // engine_slots.cc are the callers' side; engine_loop.cc is the loop, engine_lanes.cc loads what it
-// needs, engine_step.cc takes one lane's step, engine_release.cc ends requests.
+// needs, engine_step.cc takes one lane's step, engine_masks.cc brings it the masks of constrained
+// requests, engine_release.cc ends requests.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -153,9 +155,9 @@ class Engine {
   // The step loop's thread.
   void run();
   bool wait_for_work();
-  void wait_for_masks();
   void step();
   void take_inbox();
+  void take_masks(std::vector<PositionMask> masks);
   void begin(Request *request);
   void end_late_requests(double now_s);
   void begin_on_slot(Request *request);
@@ -166,12 +168,15 @@ class Engine {
   bool run_lane(Lane *lane);
   bool start_step(Lane *lane);
   StepInFlight start_ahead(Lane *lane, const StepInFlight &step);
-  void complete(Lane *lane, const StepInFlight &step, const std::vector<Sampled> &chosen);
+  void complete(Lane *lane, const StepInFlight &step, const std::vector<size_t> &places);
   std::vector<SampleRow> sample_rows(const std::vector<ScheduledRows> &rows);
   double decode_wait_s(const Lane &lane) const;
   void note_gap(Request *request, bool wants_mask, double now_s);
   void seat(DecodeMode mode, const Schedule &schedule);
   bool compute(Lane *lane, const Schedule &schedule);
+  bool compute_part(const Schedule &schedule, const std::function<void()> &part);
+  bool waits_for_mask(const ScheduledRows &rows) const;
+  void wait_for_masks(const std::vector<ScheduledRows> &rows);
   void end_exhausted(const Lane &lane, const Sequence &sequence);
   void report_prefill(const ScheduledRows &rows);
   void handle_token(const ScheduledRows &rows, const Sampled &sampled, std::vector<float> logits,
@@ -203,11 +208,9 @@ class Engine {
   double slice_start_s_ = 0;        // of a load, since the last step between
   std::exception_ptr failure_meanwhile_;  // what has ended such a step
   std::vector<Event> new_events_;
-  int64_t num_ended_ = 0;        // since the last publish
-  bool has_progress_ = false;    // the last step did something: the next one may, too
-  double timer_s_ = 0;           // when there will be something to do without anybody asking
-  size_t num_masks_wanted_ = 0;  // by the tokens of the last step
-  double step_end_s_ = 0;
+  int64_t num_ended_ = 0;       // since the last publish
+  bool has_progress_ = false;   // the last step did something: the next one may, too
+  double timer_s_ = 0;          // when there will be something to do without anybody asking
   EngineStats totals_;          // counters
   double seat_freed_s_ = -1;    // when a seat last became free while others waited for one
   double seat_interval_s_ = 0;  // between two such moments, of late

@@ -13,10 +13,6 @@ namespace xllm {
 namespace {
 
 constexpr double kIdleHeartbeatS = 0.5;
-// How long a step waits for masks that the last one has asked for, so that their rows stay in one
-// batch with the others: a part of what the step saves, and never more than the cap.
-constexpr double kMaskPatience = 0.1;  // of the last step's duration
-constexpr double kMaskPatienceMaxS = 0.005;
 
 }  // namespace
 
@@ -45,7 +41,6 @@ bool Engine::wait_for_work() {
 }
 
 void Engine::step() {
-  wait_for_masks();
   has_progress_ = false;
   take_inbox();
   if (config_.on_taken) config_.on_taken();
@@ -63,26 +58,12 @@ void Engine::step() {
     if (lane->scheduler.has_work() || lane->in_flight) has_run |= run_lane(lane);
   }
   if (has_run) {
-    step_end_s_ = now_s();
-    totals_.last_step_s = step_end_s_ - start_s;
+    totals_.last_step_s = now_s() - start_s;
     num_steps_.fetch_add(1);
     has_progress_ = true;
   }
   publish();
   timer_s_ = next_timer_s();
-}
-
-// Only for rows of the last step: who has missed a step does not slow the others again.
-void Engine::wait_for_masks() {
-  const size_t num_awaited = std::exchange(num_masks_wanted_, 0);
-  if (num_awaited == 0) return;
-  const double patience_s = std::min(kMaskPatience * totals_.last_step_s, kMaskPatienceMaxS);
-  const double left_s = step_end_s_ + patience_s - now_s();
-  if (left_s <= 0) return;
-  std::unique_lock<std::mutex> lock(inbox_mutex_);
-  inbox_changed_.wait_for(lock, std::chrono::duration<double>(left_s), [&] {
-    return masks_.size() >= num_awaited || !cancels_.empty() || is_stopping_;
-  });
 }
 
 // When the next request or lease runs out of its time.
@@ -118,10 +99,7 @@ void Engine::take_inbox() {
     ids.push_back(request->id());
     requests_.emplace(request->id(), std::move(request));
   }
-  for (PositionMask &entry : masks) {
-    const auto found = requests_.find(entry.request_id);
-    if (found != requests_.end()) found->second->add_mask(entry.token_index, std::move(entry.mask));
-  }
+  take_masks(std::move(masks));
   for (const Cancel &cancel : cancels) {
     const auto found = requests_.find(cancel.request_id);
     if (found == requests_.end()) continue;

@@ -10,13 +10,13 @@
 #include "model/batch.h"
 
 namespace xllm {
-
 // One batch. False when there was nothing to compute.
 bool Engine::run_lane(Lane *lane) {
   if (!lane->in_flight && !start_step(lane)) return false;
   if (!lane->in_flight) return true;  // there was no memory for it
   StepInFlight step = std::exchange(lane->in_flight, {});
-  // Requests that have ended since take no part any more: what was computed for them is dropped.
+  // Requests that have ended since, or whose mask has not come, take no part any more: what was
+  // computed for them is dropped.
   const size_t num_chosen = static_cast<size_t>(std::count_if(
       step.rows.begin(), step.rows.end(), [](const ScheduledRows &r) { return r.wants_token; }));
   std::vector<size_t> places;  // in what was chosen, of the rows that are left
@@ -42,10 +42,7 @@ bool Engine::run_lane(Lane *lane) {
   if (!is_loading_ && lane->pace.record(step.has_decode, step.num_prefill_rows, step_s)) {
     lane->measured_s = end_s;
   }
-  std::vector<Sampled> wanted;
-  wanted.reserve(places.size());
-  for (const size_t at : places) wanted.push_back(std::move(lane->chosen[at]));
-  complete(lane, live, wanted);
+  complete(lane, live, places);
   return true;
 }
 
@@ -76,7 +73,9 @@ bool Engine::start_step(Lane *lane) {
   if (!compute(lane, schedule)) return true;
   lane->in_flight = std::move(step);
   lane->in_flight.rows = schedule.rows;
-  for (const ScheduledRows &rows : schedule.rows) lane->in_flight.ids.push_back(rows.sequence->id);
+  for (const ScheduledRows &rows : schedule.rows) {
+    lane->in_flight.ids.push_back(waits_for_mask(rows) ? 0 : rows.sequence->id);
+  }
   return true;
 }
 
@@ -121,10 +120,15 @@ StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
   return ahead;
 }
 
+// Of a row without its mask the most likely token is chosen, which takes nothing but a look at its
+// logits, and nobody sees it.
 std::vector<SampleRow> Engine::sample_rows(const std::vector<ScheduledRows> &rows) {
   std::vector<SampleRow> out;
   for (const ScheduledRows &entry : rows) {
-    if (entry.wants_token) out.push_back(requests_.at(entry.sequence->id)->sample_row());
+    if (!entry.wants_token) continue;
+    SampleRow dropped;
+    dropped.num_choosable = vocabulary_.num_choosable();
+    out.push_back(waits_for_mask(entry) ? dropped : requests_.at(entry.sequence->id)->sample_row());
   }
   return out;
 }
@@ -136,7 +140,7 @@ double Engine::decode_wait_s(const Lane &lane) const {
   for (const std::unique_ptr<Lane> &other : lanes_) {
     int num_decoding = 0;
     for (const Sequence *sequence : other->scheduler.running()) {
-      num_decoding += sequence->is_decoding() && !sequence->is_held ? 1 : 0;
+      num_decoding += sequence->is_decoding() && !sequence->sits_out() ? 1 : 0;
     }
     has_any |= num_decoding > 0;
     // A lane that takes turns has each of them in a step of its own.
@@ -176,13 +180,23 @@ void Engine::seat(DecodeMode mode, const Schedule &schedule) {
 // the step's scratch: the request that asked for most of it has ended, and nothing else has
 // changed.
 bool Engine::compute(Lane *lane, const Schedule &schedule) {
-  Error problem(Status::kMemory, "");
-  try {
-    lane->runner.forward(schedule.copies, schedule.rows);
+  const bool has_rows =
+      compute_part(schedule, [&] { lane->runner.forward(schedule.copies, schedule.rows); });
+  if (!has_rows) return false;
+  wait_for_masks(schedule.rows);
+  return compute_part(schedule, [&] {
     const std::vector<SampleRow> wishes = sample_rows(schedule.rows);
     lane->is_on_device = lane->runner.start_sample(wishes);
     if (!lane->is_on_device) lane->chosen = lane->runner.sample(wishes);
     totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
+  });
+}
+
+// Does a part of that, and says the same.
+bool Engine::compute_part(const Schedule &schedule, const std::function<void()> &part) {
+  Error problem(Status::kMemory, "");
+  try {
+    part();
     return true;
   } catch (const Error &error) {
     if (error.status() != Status::kMemory) throw;
@@ -197,8 +211,9 @@ bool Engine::compute(Lane *lane, const Schedule &schedule) {
   return false;
 }
 
-// What a step has computed becomes events. chosen: a token for each of its rows that wants one.
-void Engine::complete(Lane *lane, const StepInFlight &step, const std::vector<Sampled> &chosen) {
+// What a step has computed becomes events. places: in what was chosen, of each of its rows that
+// wants a token.
+void Engine::complete(Lane *lane, const StepInFlight &step, const std::vector<size_t> &places) {
   {
     const std::lock_guard<std::mutex> lock(slots_mutex_);
     for (const ScheduledRows &rows : step.rows) {
@@ -215,8 +230,9 @@ void Engine::complete(Lane *lane, const StepInFlight &step, const std::vector<Sa
     if (rows.wants_token) {
       Request &request = *requests_.at(rows.sequence->id);
       std::vector<float> logits;
-      if (request.options().wants_logits) logits = lane->runner.logits(next);
-      handle_token(rows, chosen[next++], std::move(logits), now);
+      const size_t place = places[next++];
+      if (request.options().wants_logits) logits = lane->runner.logits(place);
+      handle_token(rows, lane->chosen[place], std::move(logits), now);
     } else if (rows.sequence->is_prefill_only && rows.sequence->num_to_compute() == 0) {
       requests_.at(rows.sequence->id)->complete_prefill();
       finish(rows.sequence->id, Status::kOk, "");
@@ -257,7 +273,6 @@ void Engine::handle_token(const ScheduledRows &rows, const Sampled &sampled,
   Event event;
   const bool is_last = requests_.at(id)->add_token(sampled, now, &event);
   ++totals_.num_generated_tokens;
-  if (event.wants_mask) ++num_masks_wanted_;
   note_gap(requests_.at(id).get(), event.wants_mask, now);
   event.logits = std::move(logits);
   new_events_.push_back(std::move(event));

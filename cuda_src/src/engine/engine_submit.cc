@@ -1,5 +1,4 @@
 // Requests on their way in: what is refused at once, and what waits for the step loop.
-#include <iterator>
 #include <utility>
 
 #include "base/error.h"
@@ -140,28 +139,6 @@ void Engine::cancel(uint64_t request_id) {
   inbox_changed_.notify_one();
   const std::lock_guard<std::mutex> lock(slots_mutex_);
   slots_.set_cancelling(request_id);
-}
-
-void Engine::push_masks(std::vector<PositionMask> masks) {
-  for (size_t i = 0; i < masks.size(); ++i) {
-    if (masks[i].token_index < static_cast<uint32_t>(plan_.max_seq_len)) continue;
-    throw Error(Status::kInvalidArgument,
-                "token_index: expected less than max_seq_len " + std::to_string(plan_.max_seq_len) +
-                    ", found " + std::to_string(masks[i].token_index),
-                {{"field", "token_index"}, {"entry", std::to_string(i)}});
-  }
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    for (size_t i = 0; i < masks.size(); ++i) {
-      const uint64_t id = masks[i].request_id;
-      if (id > 0 && id < next_id_) continue;
-      throw Error(Status::kNotFound, "request " + std::to_string(id) + ": no such id was given out",
-                  {{"entry", std::to_string(i)}});
-    }
-    if (has_failed_) return;  // everything has ended
-    std::move(masks.begin(), masks.end(), std::back_inserter(masks_));
-  }
-  inbox_changed_.notify_one();
 }
 
 }  // namespace xllm

@@ -16,7 +16,8 @@ namespace xllm {
 // A step whose tokens are being computed and chosen on the device.
 struct StepInFlight {
   std::vector<ScheduledRows> rows;
-  std::vector<uint64_t> ids;  // of the rows' requests, which may end before the step does
+  std::vector<uint64_t> ids;  // of the rows' requests, which may end before the step does; 0: of a
+                              // row that has dropped out, to be computed again
   double start_s = 0;
   bool has_decode = false;  // rows of decode, and how many of prefill
   int num_prefill_rows = 0;

@@ -231,7 +231,7 @@ Sequence Request::hand_back() {
   }
   sequence.num_computed = std::min(sequence.num_computed, std::max(0, sequence.num_tokens() - 1));
   sequence.is_prefill_only = false;
-  sequence.is_held = false;
+  sequence.is_held = sequence.is_due = false;
   return std::exchange(sequence, Sequence(sequence.blocks.block_size()));
 }
 
@@ -348,7 +348,7 @@ bool Request::add_token(const Sampled &sampled, double now_s, Event *event) {
   const bool is_last = finish_reason_ != FinishReason::kNone;
   if (!is_last) {
     set_held();
-    event->wants_mask = wants_mask();
+    event->wants_mask = sequence.is_due = wants_mask();
   }
   return is_last;
 }

@@ -83,6 +83,7 @@ const Schedule &Scheduler::schedule(int num_free_slots, int num_prefill_rows) {
     for (size_t i = 0; i < running_.size(); ++i) add_rows(i, &budget);
   }
   for (Sequence *sequence : schedule_.exhausted) remove(sequence);
+  for (Sequence *sequence : running_) sequence->is_due = false;
   return schedule_;
 }
 
@@ -253,6 +254,7 @@ bool Scheduler::make_own(size_t index) {
 void Scheduler::preempt(Sequence *sequence) {
   cache_->release_all(&sequence->blocks);
   sequence->num_computed = 0;
+  sequence->is_due = false;  // its mask will be there before its tokens are computed again, or late
   ++sequence->num_preemptions;
   ++num_preemptions_;
   sequence->state = SequenceState::kWaiting;

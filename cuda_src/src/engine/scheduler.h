@@ -10,7 +10,9 @@
 //   - prefill     the others share prefill_chunk rows per step, the most senior first.
 //   - held        a sequence whose next token may not be chosen yet (its mask has not come)
 //                 computes what lies before its last token and then sits steps out, with its
-//                 blocks; the others go on.
+//                 blocks; the others go on. One that is due, as its mask may come while a step
+//                 runs, takes part in the next step as if it had come; whether it did is the
+//                 caller's business, who advances it or does not.
 //   - turns       where max_step_sequences is 1, a step holds one sequence: the one whose turn is
 //                 longest ago.
 //   - blocks      are taken for the rows of this step only. A sequence that gets none takes them
@@ -83,13 +85,14 @@ class Scheduler {
   void add(Sequence *sequence);
   // The rows of the next step; valid until the next call. num_free_slots: seats for admitted
   // sequences that have none. num_prefill_rows: at most, within prefill_chunk; -1: prefill_chunk.
+  // Nobody is due any more afterwards.
   const Schedule &schedule(int num_free_slots, int num_prefill_rows = -1);
   // The step after the one in progress, whose tokens nobody knows yet: each running sequence ends
   // with a placeholder for its own. False where that step is not certain to be these very rows: one
   // waits or still computes its prompt, or a block would have to be taken or copied from another.
   bool schedule_ahead(std::vector<ScheduledRows> *rows);
   // These rows have been computed: publishes complete prompt blocks. To be called before the next
-  // token is appended.
+  // token is appended. Rows that it is not called for are computed again.
   void advance(const ScheduledRows &rows);
   // Out of queue or batch, its blocks go back; those of a pinned one stay with it, and it may be
   // added again. Harmless when repeated.

@@ -35,6 +35,7 @@ struct Sequence {
   bool is_pinned = false;        // runs in an owned slot: before all others, never preempted
   bool is_prefill_only = false;  // computes all but its last token, and chooses none
   bool is_held = false;          // may not choose its next token yet: its last one waits
+  bool is_due = false;           // while held: may by the end of the next step, and computes in it
   std::vector<int32_t> tokens;   // prompt, then generated; in a slot perhaps several times over
   std::vector<PromptSpan> earlier_prompts;  // before the latest one
   int prompt_start = 0;                     // of the latest prompt: 0, or behind a slot's history
@@ -55,8 +56,10 @@ struct Sequence {
   int num_tokens() const { return static_cast<int>(tokens.size()); }
   int num_generated() const { return num_tokens() - prompt_start - num_prompt; }
   int num_pending() const { return num_tokens() - num_computed; }
+  // Its last token is not computed in the next step.
+  bool sits_out() const { return is_held && !is_due; }
   // Of the pending ones, those that it has to compute.
-  int num_to_compute() const { return num_pending() - (is_prefill_only || is_held ? 1 : 0); }
+  int num_to_compute() const { return num_pending() - (is_prefill_only || sits_out() ? 1 : 0); }
   // Of the latest prompt, in the cache.
   int num_prompt_computed() const { return std::clamp(num_computed - prompt_start, 0, num_prompt); }
   // One token to compute, and it was generated or lies in a slot that decodes: a row of decode.

@@ -13,6 +13,9 @@ namespace xllm {
 namespace {
 
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();
+constexpr int32_t kLowestKey = std::numeric_limits<int32_t>::min();
+constexpr int32_t kWordIds = 32;  // of a mask's word
+constexpr int32_t kRun = 1024;    // ids among which the largest is looked for again
 
 bool all_finite(const float *logits, int32_t n) {
   uint32_t is_bad = 0;
@@ -31,12 +34,72 @@ int32_t order_key(float value) {
 
 // The lowest id of the largest logit.
 int32_t argmax(const float *logits, int32_t n) {
-  int32_t best = std::numeric_limits<int32_t>::min();
+  int32_t best = kLowestKey;
   for (int32_t i = 0; i < n; ++i) best = std::max(best, order_key(logits[i]));
   for (int32_t i = 0; i < n; ++i) {
     if (order_key(logits[i]) == best) return i;
   }
   return -1;
+}
+
+// The bits of a mask's word, beside the ids that they stand for: compilers vectorise a comparison
+// with a table, but no shift by a lane's number.
+struct WordBits {
+  uint32_t bit[kWordIds];
+};
+
+constexpr WordBits word_bits() {
+  WordBits out = {};
+  for (int i = 0; i < kWordIds; ++i) out.bit[i] = uint32_t{1} << i;
+  return out;
+}
+
+constexpr WordBits kBits = word_bits();
+
+// largest[i] becomes the key of a word's i-th id where that is larger, of those that it allows.
+void raise_to(const float *logits, uint32_t allowed, int32_t count, int32_t *largest) {
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t key = order_key(logits[i]);
+    largest[i] = std::max(largest[i], (allowed & kBits.bit[i]) != 0 ? key : kLowestKey);
+  }
+}
+
+// Forbids those of a word's ids that it does not allow.
+void keep_allowed(float *logits, uint32_t allowed, int32_t count) {
+  for (int32_t i = 0; i < count; ++i) {
+    const float logit = logits[i];
+    logits[i] = (allowed & kBits.bit[i]) != 0 ? logit : kForbidden;
+  }
+}
+
+// argmax within a mask, [ceil(n / 32)] words; -1: it allows none.
+int32_t argmax_within(const uint32_t *mask, const float *logits, int32_t n) {
+  int32_t best = kLowestKey;
+  int32_t best_start = -1;  // of the first run of ids that has it
+  for (int32_t start = 0; start < n; start += kRun) {
+    // A place for each bit of a word, so that whole vectors are compared.
+    int32_t largest[kWordIds];
+    std::fill_n(largest, kWordIds, kLowestKey);
+    const int32_t end = std::min(n, start + kRun);
+    for (int32_t first = start; first < end; first += kWordIds) {
+      const uint32_t allowed = mask[first / kWordIds];
+      if (allowed == 0) continue;
+      if (end - first >= kWordIds) {
+        raise_to(logits + first, allowed, kWordIds, largest);
+      } else {
+        raise_to(logits + first, allowed, end - first, largest);
+      }
+    }
+    const int32_t key = *std::max_element(largest, largest + kWordIds);
+    if (key <= best) continue;
+    best = key;
+    best_start = start;
+  }
+  if (best_start < 0) return -1;
+  int32_t id = best_start;
+  while ((mask[id / kWordIds] & kBits.bit[id % kWordIds]) == 0 || order_key(logits[id]) != best)
+    ++id;
+  return id;
 }
 
 // Whether a goes before b where the best come first.
@@ -68,12 +131,18 @@ Sampled Sampler::sample(const float *logits, const SampleRow &row) {
     out.outcome = SampleOutcome::kNotFinite;
     return out;
   }
-  if (!row.biases.empty() || !row.counts.empty() || row.mask != nullptr) {
-    adjust(logits, row);
-    logits = adjusted_.data();
+  const bool is_adjusted = !row.biases.empty() || !row.counts.empty();
+  int32_t best = -1;
+  if (!is_adjusted && row.mask != nullptr && row.temperature == 0 && row.num_logprobs == 0) {
+    best = argmax_within(row.mask, logits, n);  // nothing else is asked of the others
+  } else {
+    if (is_adjusted || row.mask != nullptr) {
+      adjust(logits, row);
+      logits = adjusted_.data();
+    }
+    best = argmax(logits, n);
   }
-  const int32_t best = argmax(logits, n);
-  const float largest = logits[best];
+  const float largest = best < 0 ? kForbidden : logits[best];
   if (largest == kForbidden) {
     out.outcome = SampleOutcome::kAllForbidden;
     return out;
@@ -106,15 +175,19 @@ void Sampler::adjust(const float *logits, const SampleRow &row) {
   }
 }
 
-// A word at a time: most of a mask's words allow all their ids or none.
+// A word at a time: many of a mask's words allow all their ids or none.
 void Sampler::forbid(const uint32_t *mask, int32_t n) {
-  for (int32_t first = 0; first < n; first += 32) {
-    const uint32_t allowed = mask[first / 32];
+  for (int32_t first = 0; first < n; first += kWordIds) {
+    const uint32_t allowed = mask[first / kWordIds];
     if (allowed == ~uint32_t{0}) continue;
     float *logits = adjusted_.data() + first;
-    const int32_t count = std::min(32, n - first);
-    for (int32_t i = 0; i < count; ++i) {
-      if ((allowed >> i & 1) == 0) logits[i] = kForbidden;
+    const int32_t count = std::min(kWordIds, n - first);
+    if (allowed == 0) {
+      std::fill_n(logits, count, kForbidden);
+    } else if (count == kWordIds) {  // a constant count: whole vectors
+      keep_allowed(logits, allowed, kWordIds);
+    } else {
+      keep_allowed(logits, allowed, count);
     }
   }
 }
