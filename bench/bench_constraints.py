@@ -1,6 +1,6 @@
 """What structured output costs: decode rates with a constraint and without, through gRPC on a unix socket, A B A B.
 
-    python -m bench.bench_constraints MODEL.gguf [--batch 8] [--tokens 128] [--rounds 7] [--json FILE]
+    python -m bench.bench_constraints MODEL.gguf [--batch 8] [--tokens 128] [--rounds 7] [--backend auto] [--json FILE]
 
 Each round generates `batch` outputs at once, free ones and then constrained ones; both are of equal length, as the free
 ones ignore ends and the constrained ones write a list that is longer than they may be. Both are greedy, as drawing from
@@ -58,12 +58,13 @@ async def rate(client: AsyncClient, batch: int, tokens: int, options: dict[str, 
     return batch * (tokens - 1) / longest, (time.process_time() - began) * 1e3 / (batch * tokens)
 
 
-async def measure(model: Path, batch: int, tokens: int, rounds: int) -> dict[str, Any]:
+async def measure(model: Path, backend: str, batch: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Return the rates of every round, and their ratio."""
     free: list[tuple[float, float]] = []
     constrained: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"listen": [f"unix:{folder}/x.sock"], "max_slots": str(batch), "kv_memory": "512MiB"}
+        listen = [f"unix:{folder}/x.sock"]
+        settings = {"listen": listen, "backend": backend, "max_slots": str(batch), "kv_memory": "512MiB"}
         async with (
             running(load_config(model, settings)) as server,
             AsyncClient(str(server.endpoints[0]), retry=NO_RETRY, timeout_s=600) as client,
@@ -103,12 +104,13 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--backend", default="auto", help="auto, cpu or cuda (%(default)s)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = asyncio.run(measure(options.model, options.batch, options.tokens, options.rounds))
+    result = asyncio.run(measure(options.model, options.backend, options.batch, options.tokens, options.rounds))
     span = f"{result['ratio_min']:.3f} to {result['ratio_max']:.3f}"
     print(f"constrained / free: median {result['ratio_median']:.3f} ({span})")
     print(f"processor time, constrained / free: median {result['cpu_ratio_median']:.3f}")

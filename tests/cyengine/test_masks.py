@@ -1,6 +1,8 @@
 """Masks of constrained requests through Python: the buffers they come in, the tokens they leave, and who waits."""
 
+import pathlib
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from cyengine import (
     AcceptedEvent,
     Engine,
+    EngineConfig,
     FinishedEvent,
     Request,
     SamplingParams,
@@ -16,8 +19,15 @@ from cyengine import (
     TokenMask,
     errors,
 )
+from cyengine.types import Backend
 
 PROMPT = [(7 * i + 3) % 90 for i in range(50)]
+
+
+@pytest.fixture(params=[Backend.CPU, pytest.param(Backend.CUDA, marks=pytest.mark.gpu)], ids=lambda value: value.name)
+def engine(request: pytest.FixtureRequest, tiny_model: pathlib.Path) -> Iterator[Engine]:
+    with Engine(tiny_model, EngineConfig(backend=request.param, num_threads=1, kv_memory=4 << 20)) as made:
+        yield made
 
 
 def words_of(engine: Engine, ids: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
