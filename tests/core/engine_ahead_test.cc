@@ -70,6 +70,18 @@ TEST(Ahead, ALoneRequestIsAlwaysAStepAhead) {
   EXPECT_EQ(control->gate.num_begun(), 30);
 }
 
+TEST(Ahead, WhereATokenHasASayInTheNextOneItsRowIsAheadAndItsChoiceIsNot) {
+  const auto control = device(true);
+  auto engine = make_engine(small_config(), control);
+  RequestOptions options = request(prompt_of(9), 30);
+  options.sampling.presence_penalty = 0.5f;
+  auto plain = make_engine(small_config(), device(false));
+  EXPECT_TRUE(run(engine.get(), options) == run(plain.get(), options));
+  EXPECT_EQ(control->num_rows_ahead, 29);
+  EXPECT_EQ(control->num_ahead, 0);
+  EXPECT_EQ(control->gate.num_begun(), 30);
+}
+
 TEST(Ahead, AnEndIsSeenAStepLateAndLeavesNothing) {
   Ids script = spell("ok");
   script.push_back(kEnd);

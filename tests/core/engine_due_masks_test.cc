@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -18,10 +19,9 @@ constexpr int32_t kFirst = 4;  // the only token that the first mask allows
 
 // A free stream and a constrained request beside it, held in the forward pass of the step after
 // the one that chose the request's first token: the second mask has been asked for, and is due.
-class DueMask : public ::testing::TestWithParam<bool> {
+class DueMask : public ::testing::Test {
  protected:
   DueMask() {
-    control->samples_on_device = GetParam();
     control->gate.close();
     EngineConfig config = small_config();
     config.max_token_gap_s = 0;  // prompts are computed in one go
@@ -59,10 +59,7 @@ class DueMask : public ::testing::TestWithParam<bool> {
   Answer answer;
 };
 
-INSTANTIATE_TEST_SUITE_P(Host, DueMask, ::testing::Values(false));
-INSTANTIATE_TEST_SUITE_P(Device, DueMask, ::testing::Values(true));
-
-TEST_P(DueMask, ThatComesWhileTheStepRunsIsInTimeForIt) {
+TEST_F(DueMask, ThatComesWhileTheStepRunsIsInTimeForIt) {
   const std::vector<Ids> allowed = pairs(12);
   for (uint32_t index = 1; index < 12; ++index) {
     engine->push_masks({{id, index, only(allowed[index])}});
@@ -77,7 +74,7 @@ TEST_P(DueMask, ThatComesWhileTheStepRunsIsInTimeForIt) {
   EXPECT_EQ(answer.ids, expected);
 }
 
-TEST_P(DueMask, ThatIsLateCostsItsRowTheStepAndTheOthersNoSecondOne) {
+TEST_F(DueMask, ThatIsLateCostsItsRowTheStepAndTheOthersNoSecondOne) {
   EXPECT_EQ(advance(), 1);  // it sits the next step out
   look();
   EXPECT_EQ(answer.ids.size(), 1u);
@@ -96,7 +93,7 @@ TEST_P(DueMask, ThatIsLateCostsItsRowTheStepAndTheOthersNoSecondOne) {
   EXPECT_EQ(answer.ids.size(), 3u);
 }
 
-TEST_P(DueMask, OfACancelledRequestIsNotWaitedFor) {
+TEST_F(DueMask, OfACancelledRequestIsNotWaitedFor) {
   engine->cancel(id);
   EXPECT_EQ(advance(), 1);
   look();
@@ -105,7 +102,7 @@ TEST_P(DueMask, OfACancelledRequestIsNotWaitedFor) {
   EXPECT_LE(engine->stats().cancel_steps_max, 1u);
 }
 
-TEST_P(DueMask, OfARequestThatEndsMeanwhileIsDropped) {
+TEST_F(DueMask, OfARequestThatEndsMeanwhileIsDropped) {
   engine->cancel(id);
   engine->push_masks({{id, 1, only({7})}, {id, 2, only({8})}});
   EXPECT_EQ(advance(), 1);
@@ -115,7 +112,7 @@ TEST_P(DueMask, OfARequestThatEndsMeanwhileIsDropped) {
   EXPECT_EQ(advance(), 1);
 }
 
-TEST_P(DueMask, IsWaitedForWithoutLosingThoseOfWhoHasNotBegun) {
+TEST_F(DueMask, IsWaitedForWithoutLosingThoseOfWhoHasNotBegun) {
   const uint64_t next = engine->submit(constrained(prompt_of(5), 3));
   engine->push_masks({{next, 0, only({1})}, {next, 1, only({2})}, {next, 2, only({3})}});
   advance();
@@ -124,7 +121,7 @@ TEST_P(DueMask, IsWaitedForWithoutLosingThoseOfWhoHasNotBegun) {
   engine->cancel(id);
 }
 
-TEST_P(DueMask, IsWaitedForWhoeverElseGetsHis) {
+TEST_F(DueMask, IsWaitedForWhoeverElseGetsHis) {
   // A second constrained request: its mask alone comes.
   const uint64_t second = engine->submit(constrained(prompt_of(9, 1), 3));
   engine->push_masks({{id, 1, only({5})}, {second, 0, only({1})}});
@@ -139,6 +136,110 @@ TEST_P(DueMask, IsWaitedForWhoeverElseGetsHis) {
   engine->push_masks({{second, 2, only({3})}});
   EXPECT_EQ(wait_for(engine.get(), second).ids, (Ids{1, 2, 3}));
   engine->cancel(id);
+}
+
+// The same on a device, which takes work and goes on by itself: the rows after a token are on their
+// way before it is known. is_busy holds the loop where it waits for the mask.
+class DueMaskOnDevice : public ::testing::Test {
+ protected:
+  DueMaskOnDevice() {
+    control->samples_on_device = true;
+    control->is_computing = [this] {
+      ++num_looks;
+      return is_busy.load();
+    };
+    engine = make_engine(small_config(), control);
+  }
+
+  // Until the loop waits for a mask.
+  void wait_until_waiting() {
+    const int before = num_looks;
+    wait_until([&] { return num_looks > before + 5; });
+  }
+  // Its first token: the second mask is due.
+  void start(uint32_t max_tokens = 12) {
+    id = engine->submit(constrained(prompt_of(20), max_tokens));
+    engine->push_masks({{id, 0, only({kFirst})}});
+    while (answer.ids.empty()) {
+      for (const Event &event : engine->take_events(id, kSoon)) add(event, &answer);
+    }
+  }
+  // The rest, with masks as soon as they are asked for.
+  void run_on(const std::vector<Ids> &allowed) {
+    while (answer.finished.kind != EventKind::kFinished) {
+      for (const Event &event : engine->take_events(id, kSoon)) {
+        add(event, &answer);
+        if (!event.wants_mask) continue;
+        engine->push_masks({{id, event.token_index + 1, only(allowed[event.token_index + 1])}});
+      }
+    }
+  }
+  static Ids expected(const std::vector<Ids> &allowed) {
+    Ids context = prompt_of(20);
+    context.push_back(kFirst);
+    Ids ids = expected_within(context, {allowed.begin() + 1, allowed.end()});
+    ids.insert(ids.begin(), kFirst);
+    return ids;
+  }
+
+  std::shared_ptr<Control> control = std::make_shared<Control>();
+  std::atomic<bool> is_busy{true};
+  std::atomic<int> num_looks{0};
+  std::unique_ptr<Engine> engine;
+  uint64_t id = 0;
+  Answer answer;
+};
+
+TEST_F(DueMaskOnDevice, IsWaitedForAsLongAsTheRowsAreComputed) {
+  const std::vector<Ids> allowed = pairs(12);
+  start();
+  wait_until_waiting();
+  engine->push_masks({{id, 1, only(allowed[1])}});
+  run_on(allowed);
+  EXPECT_EQ(answer.ids, expected(allowed));
+  EXPECT_EQ(control->num_rows, 20 + 11);   // each once
+  EXPECT_EQ(control->num_rows_ahead, 11);  // and before the token in front of it was known
+}
+
+TEST_F(DueMaskOnDevice, ThatMissesTheRowsCostsThemAlone) {
+  const std::vector<Ids> allowed = pairs(12);
+  start();
+  wait_until_waiting();
+  is_busy = false;  // the rows are there, the mask is not
+  wait_until([&] { return engine->stats().num_steps >= 2 && num_looks > 0; });
+  const uint64_t free = engine->submit(request(prompt_of(4), 40));  // it is not waited for any more
+  EXPECT_EQ(wait_for(engine.get(), free).ids, expected_greedy(prompt_of(4), 40));
+  is_busy = true;
+  engine->push_masks({{id, 1, only(allowed[1])}});
+  run_on(allowed);
+  EXPECT_EQ(answer.ids, expected(allowed));
+  EXPECT_EQ(control->num_rows, 20 + 11 + 1 + 4 + 39);
+}
+
+TEST_F(DueMaskOnDevice, LeavesTheOthersAsTheyAre) {
+  const std::vector<Ids> allowed = pairs(12);
+  const uint64_t free = engine->submit(request(prompt_of(4), 60));
+  const uint64_t drawn = engine->submit(sampled(request(prompt_of(7), 50), 3));
+  RequestOptions alone = sampled(request(prompt_of(7), 50), 3);
+  start();
+  wait_until_waiting();
+  engine->push_masks({{id, 1, only(allowed[1])}});
+  run_on(allowed);
+  EXPECT_EQ(answer.ids, expected(allowed));
+  EXPECT_EQ(wait_for(engine.get(), free).ids, expected_greedy(prompt_of(4), 60));
+  const Answer beside = wait_for(engine.get(), drawn);
+  EXPECT_TRUE(beside == run(engine.get(), alone));
+}
+
+TEST_F(DueMaskOnDevice, OfARequestThatEndsMeanwhileIsNotWaitedFor) {
+  const uint64_t free = engine->submit(request(prompt_of(4), 60));
+  start();
+  wait_until_waiting();  // its row is computed, and no token chosen for it
+  engine->cancel(id);
+  EXPECT_EQ(wait_for(engine.get(), id).finished.status, Status::kCancelled);
+  EXPECT_EQ(wait_for(engine.get(), free).ids, expected_greedy(prompt_of(4), 60));
+  wait_until([&] { return engine->stats().slots_used == 0; });
+  expect_nothing_held(*engine);
 }
 
 // Keeps steps coming, each held in its forward pass until the next one is asked for, with a free

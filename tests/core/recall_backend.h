@@ -87,7 +87,9 @@ class RecallBackend : public Backend {
     bool has_int8 = true;
     bool has_segments = false;
     bool samples_on_device = false;
-    std::atomic<int> num_ahead{0};    // steps that were started before the tokens of the one before
+    std::atomic<int> num_ahead{0};  // steps that were started before the tokens of the one before
+    std::atomic<int> num_rows_ahead{0};  // such steps, whether or not their tokens could be chosen
+    std::function<bool()> is_computing;  // in place of a device that is never at work
     std::map<int, TokenPath> paths;   // of each position, as computed last; read while no step runs
     std::atomic<int> num_loaded{0};   // weight sets
     std::function<void()> on_load;    // called by the loop while it takes in what has come
@@ -146,6 +148,7 @@ class RecallBackend : public Backend {
     control_->most_rows = std::max(control_->most_rows.load(), batch.num_tokens());
     control_->num_rows += batch.num_tokens();
     control_->most_seqs = std::max(control_->most_seqs.load(), batch.num_seqs());
+    if (!started_.empty()) ++control_->num_rows_ahead;
     control_->gate.pass();
     if (control_->most_rows_with_memory > 0 &&
         batch.num_tokens() > control_->most_rows_with_memory) {
@@ -188,6 +191,7 @@ class RecallBackend : public Backend {
       }
     }
   }
+  bool is_computing() override { return control_->is_computing && control_->is_computing(); }
   const float *host_logits(Workspace &ws) override {
     return static_cast<Scratch &>(ws).logits.data();
   }

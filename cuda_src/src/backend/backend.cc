@@ -220,6 +220,8 @@ bool Backend::sample(Workspace & /*ws*/, const ForwardBatch & /*batch*/,
   return false;
 }
 
+bool Backend::is_computing() { return false; }
+
 bool Backend::start_sample(Workspace & /*ws*/, const ForwardBatch & /*batch*/,
                            Span<const SampleRow> /*rows*/) {
   return false;

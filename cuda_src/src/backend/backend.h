@@ -276,6 +276,10 @@ class Backend {
   virtual void run_step(Workspace &ws, const ForwardBatch &batch,
                         const std::function<void()> &stages);
 
+  // Whether the device still computes what was asked of it; never waits. False where the stages do
+  // their work before they return, as by default.
+  virtual bool is_computing();
+
   // Logits of the last head() on the host, [num_logits, vocab_size] f32, valid until the next step.
   // Waits for the device.
   virtual const float *host_logits(Workspace &ws) = 0;

@@ -169,14 +169,13 @@ class Engine {
   bool start_step(Lane *lane);
   StepInFlight start_ahead(Lane *lane, const StepInFlight &step);
   void complete(Lane *lane, const StepInFlight &step, const std::vector<size_t> &places);
-  std::vector<SampleRow> sample_rows(const std::vector<ScheduledRows> &rows);
+  bool choose(Lane *lane, StepInFlight *step);
+  std::vector<SampleRow> sample_rows(const StepInFlight &step);
   double decode_wait_s(const Lane &lane) const;
   void note_gap(Request *request, bool wants_mask, double now_s);
   void seat(DecodeMode mode, const Schedule &schedule);
-  bool compute(Lane *lane, const Schedule &schedule);
-  bool compute_part(const Schedule &schedule, const std::function<void()> &part);
-  bool waits_for_mask(const ScheduledRows &rows) const;
-  void wait_for_masks(const std::vector<ScheduledRows> &rows);
+  bool compute(const StepInFlight &step, const std::function<void()> &part);
+  void wait_for_masks(Lane *lane, StepInFlight *step);
   void end_exhausted(const Lane &lane, const Sequence &sequence);
   void report_prefill(const ScheduledRows &rows);
   void handle_token(const ScheduledRows &rows, const Sampled &sampled, std::vector<float> logits,

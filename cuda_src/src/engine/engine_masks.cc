@@ -16,6 +16,8 @@ namespace {
 // rows need not be computed again: a part of what the step takes, and never more than the cap.
 constexpr double kMaskPatience = 0.1;  // of the last step's duration
 constexpr double kMaskPatienceMaxS = 0.005;
+// How often it looks meanwhile whether the device is still computing the rows.
+constexpr double kDeviceLookS = 50e-6;
 
 }  // namespace
 
@@ -49,39 +51,52 @@ void Engine::take_masks(std::vector<PositionMask> masks) {
   }
 }
 
-// Whether a token cannot be chosen for it as yet.
-bool Engine::waits_for_mask(const ScheduledRows &rows) const {
-  return rows.wants_token && rows.sequence->is_held;
-}
-
-// Gives the masks that rows of this step wait for a little more time: each of them was asked for
-// when the step began. Who has missed it does not slow the others again, see Sequence::is_due.
-void Engine::wait_for_masks(const std::vector<ScheduledRows> &rows) {
+// Gives the masks that rows of this step wait for until the device has computed the rows, and a
+// little longer: each of them was asked for when the step began, or while it ran. Rows that have
+// none then drop out of the step; who has missed it does not slow the others again, see
+// Sequence::is_due.
+void Engine::wait_for_masks(Lane *lane, StepInFlight *step) {
+  // Of a row whose request goes on, and whose token cannot be chosen as yet.
+  const auto waits = [&](size_t i) {
+    return step->rows[i].wants_token && requests_.count(step->ids[i]) != 0 &&
+           step->rows[i].sequence->is_held;
+  };
   const auto is_waiting = [&] {
-    return std::any_of(rows.begin(), rows.end(),
-                       [this](const ScheduledRows &entry) { return waits_for_mask(entry); });
+    for (size_t i = 0; i < step->rows.size(); ++i) {
+      if (waits(i)) return true;
+    }
+    return false;
   };
   if (!is_waiting()) return;
-  const double end_s = now_s() + std::min(kMaskPatience * totals_.last_step_s, kMaskPatienceMaxS);
+  const double patience_s = std::min(kMaskPatience * totals_.last_step_s, kMaskPatienceMaxS);
+  double end_s = 0;  // set where the device has nothing more to do
   // Of a request that has not begun the masks stay where they are: it has still to come in.
   const auto is_ours = [this](const PositionMask &mask) {
     return requests_.count(mask.request_id) != 0;
   };
   bool has_time = true;
   while (has_time && is_waiting()) {
+    const bool is_computing = lane->runner.is_computing();
+    const double begin_s = now_s();
+    if (!is_computing && end_s == 0) end_s = begin_s + patience_s;
+    const double wait_s = is_computing ? kDeviceLookS : end_s - begin_s;
     std::vector<PositionMask> taken;
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
       const auto has_ours = [&] { return std::any_of(masks_.begin(), masks_.end(), is_ours); };
-      has_time = inbox_changed_.wait_for(
-                     lock, std::chrono::duration<double>(end_s - now_s()),
-                     [&] { return has_ours() || !cancels_.empty() || is_stopping_; }) &&
-                 cancels_.empty() && !is_stopping_;
+      inbox_changed_.wait_for(lock, std::chrono::duration<double>(wait_s),
+                              [&] { return has_ours() || !cancels_.empty() || is_stopping_; });
+      has_time = (is_computing || now_s() < end_s) && cancels_.empty() && !is_stopping_;
       const auto others = std::stable_partition(masks_.begin(), masks_.end(), is_ours);
       std::move(masks_.begin(), others, std::back_inserter(taken));
       masks_.erase(masks_.begin(), others);
     }
     take_masks(std::move(taken));
+  }
+  for (size_t i = 0; i < step->rows.size(); ++i) {
+    if (!waits(i)) continue;
+    step->rows[i].sequence->is_due = false;
+    step->ids[i] = 0;
   }
 }
 

@@ -15,6 +15,7 @@ bool Engine::run_lane(Lane *lane) {
   if (!lane->in_flight && !start_step(lane)) return false;
   if (!lane->in_flight) return true;  // there was no memory for it
   StepInFlight step = std::exchange(lane->in_flight, {});
+  if (!step.is_chosen && !choose(lane, &step)) return true;
   // Requests that have ended since, or whose mask has not come, take no part any more: what was
   // computed for them is dropped.
   const size_t num_chosen = static_cast<size_t>(std::count_if(
@@ -46,8 +47,7 @@ bool Engine::run_lane(Lane *lane) {
   return true;
 }
 
-// The next step in full: who takes part, its rows on their way and, where the device can, their
-// tokens. False when there is nothing to compute.
+// The next step: who takes part, and its rows on their way. False when there is nothing to compute.
 bool Engine::start_step(Lane *lane) {
   const Schedule *scheduled = nullptr;
   {
@@ -69,26 +69,43 @@ bool Engine::start_step(Lane *lane) {
     const bool is_decode = rows.sequence->is_decoding();
     step.has_decode |= is_decode;
     if (!is_decode) step.num_prefill_rows += rows.num_tokens;
+    step.ids.push_back(rows.sequence->id);
   }
-  if (!compute(lane, schedule)) return true;
-  lane->in_flight = std::move(step);
-  lane->in_flight.rows = schedule.rows;
-  for (const ScheduledRows &rows : schedule.rows) {
-    lane->in_flight.ids.push_back(waits_for_mask(rows) ? 0 : rows.sequence->id);
+  step.rows = schedule.rows;
+  if (compute(step, [&] { lane->runner.forward(schedule.copies, schedule.rows); })) {
+    lane->in_flight = std::move(step);
   }
   return true;
 }
 
+// Has the tokens of a step chosen, whose rows are computed or on their way: on the device, where it
+// can, and then they are on their way as well. Masks that are due are waited for before it. False
+// when there was no memory for it, and the step is as if it had not been.
+bool Engine::choose(Lane *lane, StepInFlight *step) {
+  wait_for_masks(lane, step);
+  step->is_chosen = compute(*step, [&] {
+    const std::vector<SampleRow> wishes = sample_rows(*step);
+    lane->is_on_device = lane->runner.start_sample(wishes);
+    if (!lane->is_on_device) lane->chosen = lane->runner.sample(wishes);
+    totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
+  });
+  return step->is_chosen;
+}
+
 // Starts the step after `step`, whose tokens are not known yet, so that the device goes on while
-// the host reads and publishes them. Nothing where that step is not certain; a request that ends
-// with its token has been computed for once too often, which nobody sees.
+// the host reads and publishes them. Where the known token has a say in how the next one is chosen,
+// as by a mask, the rows alone are started. Nothing where that step is not certain; a request that
+// ends with its token has been computed for once too often, which nobody sees.
 StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
   if (step.rows.size() != lane->scheduler.running().size()) return {};
   for (const std::unique_ptr<Lane> &other : lanes_) {
     if (other.get() != lane && other->scheduler.has_work()) return {};
   }
+  bool is_choice_known = true;
   for (const ScheduledRows &rows : step.rows) {
-    if (!rows.wants_token || !requests_.at(rows.sequence->id)->can_go_ahead()) return {};
+    const Request &request = *requests_.at(rows.sequence->id);
+    if (!rows.wants_token || !request.can_go_ahead()) return {};
+    is_choice_known &= !request.chooses_by_tokens();
   }
   {
     // Who has come takes part in the next step, not in the one after it.
@@ -109,26 +126,28 @@ StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
   ahead.start_s = now_s();
   ahead.has_decode = true;
   if (!lane->scheduler.schedule_ahead(&ahead.rows)) return {};
+  for (const ScheduledRows &rows : ahead.rows) ahead.ids.push_back(rows.sequence->id);
   try {
     lane->runner.forward({}, ahead.rows);
-    if (!lane->runner.start_sample(sample_rows(ahead.rows))) return {};
+    if (is_choice_known && !lane->runner.start_sample(sample_rows(ahead))) return {};
   } catch (const Error &error) {
     if (error.status() != Status::kMemory) throw;
     return {};  // it is computed again in its turn, and fails there if it must
   }
-  for (const ScheduledRows &rows : ahead.rows) ahead.ids.push_back(rows.sequence->id);
+  ahead.is_chosen = is_choice_known;
   return ahead;
 }
 
-// Of a row without its mask the most likely token is chosen, which takes nothing but a look at its
-// logits, and nobody sees it.
-std::vector<SampleRow> Engine::sample_rows(const std::vector<ScheduledRows> &rows) {
+// Of a row that has dropped out, or whose request has ended, the most likely token is chosen, which
+// takes nothing but a look at its logits, and nobody sees it.
+std::vector<SampleRow> Engine::sample_rows(const StepInFlight &step) {
   std::vector<SampleRow> out;
-  for (const ScheduledRows &entry : rows) {
-    if (!entry.wants_token) continue;
+  for (size_t i = 0; i < step.rows.size(); ++i) {
+    if (!step.rows[i].wants_token) continue;
     SampleRow dropped;
     dropped.num_choosable = vocabulary_.num_choosable();
-    out.push_back(waits_for_mask(entry) ? dropped : requests_.at(entry.sequence->id)->sample_row());
+    const auto found = requests_.find(step.ids[i]);
+    out.push_back(found == requests_.end() ? dropped : found->second->sample_row());
   }
   return out;
 }
@@ -176,24 +195,9 @@ void Engine::seat(DecodeMode mode, const Schedule &schedule) {
   }
 }
 
-// Computes the rows; their tokens are chosen, or on their way. False when there was no memory for
-// the step's scratch: the request that asked for most of it has ended, and nothing else has
-// changed.
-bool Engine::compute(Lane *lane, const Schedule &schedule) {
-  const bool has_rows =
-      compute_part(schedule, [&] { lane->runner.forward(schedule.copies, schedule.rows); });
-  if (!has_rows) return false;
-  wait_for_masks(schedule.rows);
-  return compute_part(schedule, [&] {
-    const std::vector<SampleRow> wishes = sample_rows(schedule.rows);
-    lane->is_on_device = lane->runner.start_sample(wishes);
-    if (!lane->is_on_device) lane->chosen = lane->runner.sample(wishes);
-    totals_.workspace_bytes = std::max(totals_.workspace_bytes, lane->runner.workspace_bytes());
-  });
-}
-
-// Does a part of that, and says the same.
-bool Engine::compute_part(const Schedule &schedule, const std::function<void()> &part) {
+// Does a part of a step. False when there was no memory for its scratch: the request that asked for
+// most of it has ended, and nothing else has changed.
+bool Engine::compute(const StepInFlight &step, const std::function<void()> &part) {
   Error problem(Status::kMemory, "");
   try {
     part();
@@ -204,10 +208,14 @@ bool Engine::compute_part(const Schedule &schedule, const std::function<void()> 
   } catch (const std::bad_alloc &) {
     problem = Error(Status::kMemory, "out of memory for a step; lower prefill_chunk or max_slots");
   }
-  const auto largest = std::max_element(  // the most junior one of several
-      schedule.rows.rbegin(), schedule.rows.rend(),
-      [](const ScheduledRows &a, const ScheduledRows &b) { return a.num_tokens < b.num_tokens; });
-  finish(largest->sequence->id, problem.status(), problem.message(), problem.details());
+  uint64_t largest = 0;  // the most junior one of several
+  int num_tokens = 0;
+  for (size_t i = 0; i < step.rows.size(); ++i) {
+    if (step.rows[i].num_tokens < num_tokens || requests_.count(step.ids[i]) == 0) continue;
+    largest = step.ids[i];
+    num_tokens = step.rows[i].num_tokens;
+  }
+  if (largest != 0) finish(largest, problem.status(), problem.message(), problem.details());
   return false;
 }
 

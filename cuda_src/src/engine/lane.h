@@ -13,7 +13,7 @@
 
 namespace xllm {
 
-// A step whose tokens are being computed and chosen on the device.
+// A step whose rows are being computed on the device, and whose tokens are perhaps being chosen.
 struct StepInFlight {
   std::vector<ScheduledRows> rows;
   std::vector<uint64_t> ids;  // of the rows' requests, which may end before the step does; 0: of a
@@ -21,6 +21,7 @@ struct StepInFlight {
   double start_s = 0;
   bool has_decode = false;  // rows of decode, and how many of prefill
   int num_prefill_rows = 0;
+  bool is_chosen = false;  // how its tokens are chosen is known, and asked for
 
   explicit operator bool() const { return !rows.empty(); }
 };
@@ -45,7 +46,7 @@ struct Lane {
   PrefixCache cache;
   Scheduler scheduler;
   StepInFlight in_flight;
-  bool is_on_device = false;    // its tokens are chosen there
+  bool is_on_device = false;    // the tokens of the step are chosen there
   std::vector<Sampled> chosen;  // of a step that is complete, a token per row that wants one
   Pace pace;
   double end_s = 0;       // of the last step

@@ -305,8 +305,7 @@ void Request::count_token(int32_t id) {
 }
 
 bool Request::can_go_ahead() const {
-  return kind_ == RequestKind::kGenerate && !options_.is_constrained && !options_.wants_logits &&
-         options_.num_logprobs < 0 && !options_.sampling.has_penalties() &&
+  return kind_ == RequestKind::kGenerate && !options_.wants_logits && options_.num_logprobs < 0 &&
          static_cast<uint32_t>(num_generated()) + 1 < max_tokens_;
 }
 

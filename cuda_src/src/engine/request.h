@@ -97,9 +97,13 @@ class Request {
 
   // How the next token is to be chosen. Valid until the next add_token.
   SampleRow sample_row();
-  // Whether the token after the next one can be computed and chosen before the next one is known:
-  // it is surely wanted unless that one ends the answer, and nothing but the cache depends on it.
+  // Whether the token after the next one can be computed before the next one is known: it is surely
+  // wanted unless that one ends the answer, and nothing but the cache depends on it.
   bool can_go_ahead() const;
+  // Whether a token has a say in how the one after it is chosen.
+  bool chooses_by_tokens() const {
+    return options_.is_constrained || options_.sampling.has_penalties();
+  }
 
   // Appends a chosen token and describes it. True when the request ends with it.
   bool add_token(const Sampled &sampled, double now_s, Event *event);

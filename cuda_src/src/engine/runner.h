@@ -36,6 +36,8 @@ class Runner {
   // sample.
   bool start_sample(const std::vector<SampleRow> &sample_rows);
   std::vector<Sampled> finish_sample(size_t num_rows);
+  // Whether a device is still at work on what was started last.
+  bool is_computing() { return backend_->is_computing(); }
 
   // After sample: the logits that the index-th token was chosen from, [vocab_size].
   std::vector<float> logits(size_t index);

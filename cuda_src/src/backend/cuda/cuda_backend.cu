@@ -296,6 +296,17 @@ void CudaBackend::add_product(CudaWorkspace &ws, const FusedMatrix &matrix, cons
 
 // ---- reading back ----
 
+bool CudaBackend::is_computing() {
+  check(cudaSetDevice(device_.index), "select the device");
+  const cudaError_t state = cudaStreamQuery(stream_);
+  if (state == cudaErrorNotReady) {
+    (void)cudaGetLastError();  // it counts as one for the next launch
+    return true;
+  }
+  check(state, "look whether the device is at work");
+  return false;
+}
+
 const float *CudaBackend::host_logits(Workspace &ws_base) {
   CudaWorkspace &ws = as_cuda(ws_base);
   check(cudaSetDevice(device_.index), "select the device");

@@ -48,6 +48,7 @@ class CudaBackend : public Backend {
   void run_step(Workspace &ws, const ForwardBatch &batch,
                 const std::function<void()> &stages) override;
 
+  bool is_computing() override;
   const float *host_logits(Workspace &ws) override;
   bool sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows,
               Span<int32_t> token_ids) override;
