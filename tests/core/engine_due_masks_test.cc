@@ -243,10 +243,11 @@ TEST_F(DueMaskOnDevice, OfARequestThatEndsMeanwhileIsNotWaitedFor) {
 }
 
 // Keeps steps coming, each held in its forward pass until the next one is asked for, with a free
-// request that goes before all others and is followed by another before it ends.
+// request that goes before all others of its mode and is followed by another before it ends.
 class Steps {
  public:
-  Steps(Engine *engine, Control *control) : engine_(engine), control_(control) {
+  Steps(Engine *engine, Control *control, DecodeMode mode = DecodeMode::kAuto)
+      : engine_(engine), control_(control), mode_(mode) {
     control->gate.close();
     num_begun_ = control->gate.num_begun();
     follow();
@@ -269,12 +270,14 @@ class Steps {
   void follow() {
     RequestOptions options = request({1, 2}, kTokens);
     options.priority = 1;
+    options.decode_mode = mode_;
     free_ = engine_->submit(options);
     num_tokens_ = 0;
   }
 
   Engine *engine_;
   Control *control_;
+  DecodeMode mode_;
   uint64_t free_ = 0;
   int num_tokens_ = 0, num_begun_ = 0;
 };
@@ -344,7 +347,8 @@ TEST(DueMasks, LatenessChangesNoByte) {
 }
 
 TEST(DueMasks, LatenessAndPreemptionsChangeNoByte) {
-  EngineConfig config = small_config(7);  // of 16 tokens each: too few for two of 50 and one
+  EngineConfig config = small_config(5);  // of 16 tokens each: too few for two of 50
+  config.decode_mode = DecodeMode::kAuto;
   config.use_prefix_cache = false;
   auto control = std::make_shared<Control>();
   auto engine = make_engine(config, control);
@@ -353,7 +357,8 @@ TEST(DueMasks, LatenessAndPreemptionsChangeNoByte) {
   };
   std::vector<Answer> free;
   for (int i = 0; i < 3; ++i) free.push_back(run(engine.get(), options_of(i)));
-  Steps steps(engine.get(), control.get());
+  // From a pool of their own: those who wait for masks may hold all of this one.
+  Steps steps(engine.get(), control.get(), DecodeMode::kPerSlot);
   std::vector<uint64_t> ids;
   for (int i = 0; i < 3; ++i) {
     RequestOptions options = options_of(i);
@@ -362,7 +367,7 @@ TEST(DueMasks, LatenessAndPreemptionsChangeNoByte) {
   }
   const std::vector<Answer> masked =
       run_late(engine.get(), &steps, ids,
-               [](size_t i, uint32_t index) { return static_cast<int>((index * 5 + i) % 3); });
+               [](size_t i, uint32_t index) { return static_cast<int>((index * 5 + i) % 7); });
   uint32_t num_preemptions = 0;
   for (size_t i = 0; i < 3; ++i) {
     EXPECT_TRUE(masked[i] == free[i]) << i;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -182,6 +183,37 @@ TEST(EngineMasks, APreemptedRequestGoesOnWithinItsMasks) {
   EXPECT_EQ(first.ids, expected_within(prompt_of(20, 1), allowed));
   EXPECT_EQ(second.ids, expected_within(prompt_of(20, 2), allowed));
   EXPECT_GT(engine->stats().num_preemptions, 0u);
+}
+
+// The one who computes masks cancels where a constraint is complete: no answer fails before that.
+TEST(EngineMasks, WhoFillsThePoolWaitsForItsMaskBeforeItIsExhausted) {
+  for (const bool is_complete : {true, false}) {
+    std::atomic<int> num_taken{0};
+    EngineConfig config = small_config(2);  // of 16 tokens each
+    config.on_taken = [&] { ++num_taken; };
+    auto engine = make_engine(config);
+    const uint64_t id = engine->submit(constrained(prompt_of(20), 30));
+    std::vector<PositionMask> masks;
+    for (uint32_t index = 0; index < 13; ++index) masks.push_back({id, index, only({4})});
+    engine->push_masks(std::move(masks));
+    Answer answer;
+    while (answer.ids.size() < 13) {  // the last of them has no place in the pool
+      for (const Event &event : engine->take_events(id, kSoon)) add(event, &answer);
+    }
+    for (int i = 0; i < 2; ++i) {  // a whole step lies between
+      const int num_before = num_taken;
+      engine->push_masks({{id, 20, only({4})}});
+      wait_until([&] { return num_taken > num_before; });
+    }
+    ASSERT_EQ(engine->stats().num_running, 1u);
+    if (is_complete) {
+      engine->cancel(id);
+    } else {
+      engine->push_masks({{id, 13, only({4})}});
+    }
+    EXPECT_EQ(wait_for(engine.get(), id).finished.status,
+              is_complete ? Status::kCancelled : Status::kKvExhausted);
+  }
 }
 
 TEST(EngineMasks, CancelAndDeadlineEndWhoWaitsForAMask) {

@@ -227,6 +227,36 @@ TEST(Scheduler, WhoIsPreemptedIsNotDueWhenItComesBack) {
   EXPECT_EQ(world.step(), "2:8+1!");
 }
 
+// Its mask may never come: of a request whose constraint is complete it is a cancel that comes.
+TEST(Scheduler, WhoIsDueTakesNothingFromOthers) {
+  World world(4, 4, 64, 1, false);
+  Sequence *senior = world.add(ids(10, 6));
+  world.add(ids(50, 3));
+  EXPECT_EQ(world.step(), "1:0+6! 2:0+3!");
+  EXPECT_EQ(world.step(), "1:6+1! 2:3+1!");
+  EXPECT_EQ(world.step(), "1:7+1! 2:4+1!");  // 2 + 2 blocks: all
+  senior->is_held = senior->is_due = true;
+  EXPECT_EQ(world.step(), "2:5+1!");
+  EXPECT_EQ(world.step(), "2:6+1!");
+  senior->is_held = false;
+  EXPECT_EQ(world.step(), "1:8+1!");
+  EXPECT_EQ(world.preempted, (std::vector<uint64_t>{2}));
+}
+
+TEST(Scheduler, WhoIsDueIsNotExhausted) {
+  World world(2);
+  Sequence *sequence = world.add(ids(10, 8));
+  EXPECT_EQ(world.step(), "1:0+8!");
+  sequence->is_held = sequence->is_due = true;
+  EXPECT_EQ(world.step(), "");
+  EXPECT_TRUE(world.exhausted.empty());
+  EXPECT_EQ(world.step(), "");
+  EXPECT_TRUE(world.exhausted.empty());
+  sequence->is_held = false;
+  EXPECT_EQ(world.step(), "");
+  EXPECT_EQ(world.exhausted, (std::vector<uint64_t>{1}));
+}
+
 TEST(Scheduler, WhoIsDueTakesNoTurnLater) {
   World world(8, 4, 64, 1, true, 1);
   Sequence *first = world.add(ids(0, 3));

@@ -116,7 +116,9 @@ bool Scheduler::add_rows(size_t index, int *budget) {
   if (num_tokens == 0) return false;
   if (!take_blocks(index, num_tokens)) {
     const bool has_all = sequence->blocks.num_blocks() == cache_->num_blocks();
-    if (has_all || sequence->is_pinned) schedule_.exhausted.push_back(sequence);
+    if ((has_all || sequence->is_pinned) && !sequence->may_drop_out()) {
+      schedule_.exhausted.push_back(sequence);
+    }
     return false;
   }
   if (!is_decoding) *budget -= num_tokens;
@@ -226,13 +228,13 @@ bool Scheduler::try_to_place(Sequence *sequence) {
   return true;
 }
 
-// Blocks for num_tokens more rows of running_[index], from juniors if need be.
+// Blocks for num_tokens more rows of running_[index], from juniors if need be and it is sure to
+// keep what it computes.
 bool Scheduler::take_blocks(size_t index, int num_tokens) {
   Sequence *sequence = running_[index];
   const int64_t end = static_cast<int64_t>(sequence->num_computed) + num_tokens;
   while (!cache_->extend(&sequence->blocks, end)) {
-    if (index + 1 == running_.size() || running_.back()->is_pinned) return false;
-    preempt(running_.back());
+    if (!preempt_junior_of(index)) return false;
   }
   return make_own(index);
 }
@@ -244,10 +246,17 @@ bool Scheduler::make_own(size_t index) {
   int32_t copied_from = kNoBlock;
   while (!cache_->make_own(&sequence->blocks, place, &copied_from)) {
     if (copied_from == kNoBlock) return true;
-    if (index + 1 == running_.size() || running_.back()->is_pinned) return false;
-    preempt(running_.back());
+    if (!preempt_junior_of(index)) return false;
   }
   schedule_.copies.push_back({copied_from, sequence->blocks.ids()[static_cast<size_t>(place)]});
+  return true;
+}
+
+// The most junior one; false where running_[index] may take from nobody.
+bool Scheduler::preempt_junior_of(size_t index) {
+  const bool is_last = index + 1 == running_.size();
+  if (is_last || running_.back()->is_pinned || running_[index]->may_drop_out()) return false;
+  preempt(running_.back());
   return true;
 }
 

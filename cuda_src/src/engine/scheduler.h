@@ -11,8 +11,9 @@
 //   - held        a sequence whose next token may not be chosen yet (its mask has not come)
 //                 computes what lies before its last token and then sits steps out, with its
 //                 blocks; the others go on. One that is due, as its mask may come while a step
-//                 runs, takes part in the next step as if it had come; whether it did is the
-//                 caller's business, who advances it or does not.
+//                 runs, takes part in the next step as if it had come, where free blocks suffice
+//                 for that: it takes none from others and is not exhausted. Whether the mask did
+//                 come is the caller's business, who advances the row or does not.
 //   - turns       where max_step_sequences is 1, a step holds one sequence: the one whose turn is
 //                 longest ago.
 //   - blocks      are taken for the rows of this step only. A sequence that gets none takes them
@@ -118,6 +119,7 @@ class Scheduler {
   int num_shared_tokens(const Sequence &leader, const Sequence &sequence) const;
   bool take_blocks(size_t index, int num_tokens);
   bool make_own(size_t index);
+  bool preempt_junior_of(size_t index);
   void preempt(Sequence *sequence);
   void give_place(Sequence *sequence);
 

@@ -58,6 +58,8 @@ struct Sequence {
   int num_pending() const { return num_tokens() - num_computed; }
   // Its last token is not computed in the next step.
   bool sits_out() const { return is_held && !is_due; }
+  // It is computed, perhaps for nothing: its mask may come too late, or never.
+  bool may_drop_out() const { return is_held && is_due; }
   // Of the pending ones, those that it has to compute.
   int num_to_compute() const { return num_pending() - (is_prefill_only || sits_out() ? 1 : 0); }
   // Of the latest prompt, in the cache.
