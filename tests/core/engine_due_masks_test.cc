@@ -242,6 +242,17 @@ TEST_F(DueMaskOnDevice, OfARequestThatEndsMeanwhileIsNotWaitedFor) {
   expect_nothing_held(*engine);
 }
 
+TEST_F(DueMaskOnDevice, OfNothingEndsItsRequestAlone) {
+  const uint64_t free = engine->submit(request(prompt_of(4), 60));
+  start();
+  wait_until_waiting();
+  engine->push_masks({{id, 1, only({})}});  // the row behind it is on its way without a token
+  run_on({});
+  EXPECT_EQ(answer.finished.status, Status::kInvalidArgument);
+  EXPECT_EQ(answer.ids, (Ids{kFirst}));
+  EXPECT_EQ(wait_for(engine.get(), free).ids, expected_greedy(prompt_of(4), 60));
+}
+
 // Keeps steps coming, each held in its forward pass until the next one is asked for, with a free
 // request that goes before all others of its mode and is followed by another before it ends.
 class Steps {

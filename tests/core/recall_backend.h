@@ -167,8 +167,10 @@ class RecallBackend : public Backend {
     for (size_t row = 0; row < batch.token_ids.size(); ++row) {
       if (control_->has_segments) control_->paths[batch.positions[row]] = batch.paths[row];
       int32_t id = batch.token_ids[row];
-      if (id == ForwardBatch::kSampledOnDevice)
+      if (id == ForwardBatch::kSampledOnDevice) {
         id = sampled_.at(batch.sampler_row[static_cast<size_t>(batch.seq_index[row])]);
+        id = std::max(id, 0);  // the row before it was refused: nobody sees what follows
+      }
       std::memcpy(place(batch.kv_indices[row]), &id, sizeof(int32_t));
     }
   }
