@@ -242,6 +242,23 @@ TEST_F(DueMaskOnDevice, OfARequestThatEndsMeanwhileIsNotWaitedFor) {
   expect_nothing_held(*engine);
 }
 
+TEST_F(DueMaskOnDevice, IsNotAskedForWhereItsRequestEndsWhileTheRowsAreStarted) {
+  control->gate.close();
+  engine->submit(request(prompt_of(4), 1));
+  control->gate.wait_until_begun(1);
+  id = engine->submit(constrained(prompt_of(20)));
+  engine->push_masks({{id, 0, only({kFirst})}});
+  control->gate.allow(2);
+  control->gate.wait_until_begun(3);  // the rows behind the first token of id
+  EXPECT_EQ(control->num_rows_ahead, 1);
+  engine->cancel(id);  // it ends before their tokens are chosen
+  control->gate.open();
+  answer = wait_for(engine.get(), id);
+  EXPECT_EQ(answer.finished.status, Status::kCancelled);
+  EXPECT_EQ(answer.ids, (Ids{kFirst}));
+  EXPECT_EQ(run(engine.get(), request(prompt_of(4))).ids, expected_greedy(prompt_of(4), 12));
+}
+
 TEST_F(DueMaskOnDevice, OfNothingEndsItsRequestAlone) {
   const uint64_t free = engine->submit(request(prompt_of(4), 60));
   start();

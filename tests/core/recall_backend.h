@@ -143,12 +143,14 @@ class RecallBackend : public Backend {
     return std::make_unique<Scratch>();
   }
 
-  void run_step(Workspace &, const ForwardBatch &batch,
+  void run_step(Workspace &ws, const ForwardBatch &batch,
                 const std::function<void()> &stages) override {
     control_->most_rows = std::max(control_->most_rows.load(), batch.num_tokens());
     control_->num_rows += batch.num_tokens();
     control_->most_seqs = std::max(control_->most_seqs.load(), batch.num_seqs());
-    if (!started_.empty()) ++control_->num_rows_ahead;
+    auto &scratch = static_cast<Scratch &>(ws);
+    if (!scratch.started.empty()) ++control_->num_rows_ahead;
+    scratch.block_tables = batch.block_tables;
     control_->gate.pass();
     if (control_->most_rows_with_memory > 0 &&
         batch.num_tokens() > control_->most_rows_with_memory) {
@@ -199,10 +201,14 @@ class RecallBackend : public Backend {
   }
   bool start_sample(Workspace &ws, const ForwardBatch &batch, Span<const SampleRow> rows) override {
     if (!control_->samples_on_device) return false;
+    auto &scratch = static_cast<Scratch &>(ws);
+    if (batch.block_tables != scratch.block_tables) {
+      throw Error(Status::kInternal, "recall: other blocks");
+    }
     for (const SampleRow &row : rows) {
       if (row.num_logprobs > 0) return false;
     }
-    if (!started_.empty()) ++control_->num_ahead;
+    if (!scratch.started.empty()) ++control_->num_ahead;
     std::vector<int32_t> chosen;
     for (size_t i = 0; i < rows.size(); ++i) {
       const Sampled one = sampler_.sample(host_logits(ws) + i * kVocabSize, rows[i]);
@@ -212,12 +218,13 @@ class RecallBackend : public Backend {
       const auto row = static_cast<size_t>(batch.logit_rows[i]);
       sampled_[batch.sampler_row[static_cast<size_t>(batch.seq_index[row])]] = chosen.back();
     }
-    started_.push_back(std::move(chosen));
+    scratch.started.push_back(std::move(chosen));
     return true;
   }
-  void finish_sample(Workspace &, Span<int32_t> token_ids) override {
-    const std::vector<int32_t> chosen = started_.front();
-    started_.pop_front();
+  void finish_sample(Workspace &ws, Span<int32_t> token_ids) override {
+    std::deque<std::vector<int32_t>> &started = static_cast<Scratch &>(ws).started;
+    const std::vector<int32_t> chosen = started.front();
+    started.pop_front();
     if (chosen.size() != token_ids.size()) throw Error(Status::kInternal, "recall: other rows");
     std::copy(chosen.begin(), chosen.end(), token_ids.begin());
   }
@@ -263,6 +270,8 @@ class RecallBackend : public Backend {
   struct Scratch : Workspace {
     uint64_t size_bytes() const override { return logits.size() * sizeof(float); }
     std::vector<float> logits;
+    std::vector<int32_t> block_tables;         // of the last step
+    std::deque<std::vector<int32_t>> started;  // chosen, and not read yet
   };
 
   uint8_t *place(int64_t kv_index) const {
@@ -293,7 +302,6 @@ class RecallBackend : public Backend {
   KvView kv_;
   Sampler sampler_;
   std::map<int32_t, int32_t> sampled_;  // by sampler row: what was chosen last
-  std::deque<std::vector<int32_t>> started_;
 };
 
 }  // namespace xllm

@@ -39,9 +39,9 @@ void Runner::forward(const std::vector<BlockCopy> &copies, const std::vector<Sch
   transformer_.forward(workspace_.get(), storage_.view(), builder_.finish());
 }
 
+// Sequences of the batch may have ended since forward.
 bool Runner::start_sample(const std::vector<SampleRow> &sample_rows) {
-  return !sample_rows.empty() &&
-         backend_->start_sample(*workspace_, builder_.finish(), sample_rows);
+  return !sample_rows.empty() && backend_->start_sample(*workspace_, builder_.batch(), sample_rows);
 }
 
 std::vector<Sampled> Runner::finish_sample(size_t num_rows) {

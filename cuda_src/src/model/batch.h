@@ -42,8 +42,10 @@ class BatchBuilder {
   int add(const SequenceStep &step);
   int num_tokens() const { return batch_.num_tokens(); }
   int num_seqs() const { return batch_.num_seqs(); }
-  // Completes the block tables. Valid until clear().
+  // Completes the block tables, which must still be there. Valid until clear().
   const ForwardBatch &finish();
+  // What finish() has returned; looks at no block table.
+  const ForwardBatch &batch() const { return batch_; }
 
  private:
   ForwardBatch batch_;
