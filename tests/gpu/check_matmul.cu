@@ -108,13 +108,13 @@ double worst_error(const std::vector<float> &out, const std::vector<double> &ref
 
 // Every number of tokens that one launch takes, and some that take several; fewer of them where a
 // matrix is large.
-constexpr int kMaxTokens = 130;
+constexpr int kMaxTokens = 300;
 std::vector<int> token_counts(bool has_all, bool is_tiny) {
   // note: whole parts of the tile kernel's tokens: of others it reads groups that do not exist and
   // leaves them alone (mma_tile.cu, shared_bytes), which racecheck would report.
   if (is_tiny) return {1, 2, 4, 8, 16, 32, 64};
-  if (!has_all) return {1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 130};
-  std::vector<int> counts = {65, 130};
+  if (!has_all) return {1, 2, 3, 4, 5, 7, 8, 9, 16, 33, 64, 65, 100, 130, 300};
+  std::vector<int> counts = {65, 96, 97, 128, 130, 161, 224, 300};
   for (int tokens = 1; tokens <= 64; ++tokens) counts.push_back(tokens);
   return counts;
 }

@@ -1,9 +1,9 @@
 // cuda_backend_check
-// [--parts repack,rows,matmul,sample,graphs,stages,attention,invariance,bandwidth,sampler,decode]
-// [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...]
-//                    [--steps N] [--context N] [--attention-depth N] [--quick] [--tiny]
-//                    [--no-breakdown] [--variants C,...]
-//                    [--json PATH] [--verbose]
+//   [--parts repack,rows,matmul,sample,graphs,stages,attention,invariance,bandwidth,sampler,
+//            decode,prefill]
+//   [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...] [--steps N] [--context N] [--tokens N,...]
+//   [--attention-depth N] [--quick] [--tiny] [--no-breakdown] [--variants C,...] [--json PATH]
+//   [--verbose]
 // Exit status 0: everything that was checked is right.
 #include <algorithm>
 #include <cstdlib>
@@ -30,7 +30,7 @@ int main(int argc, char **argv) {
   using xllm::check::Report;
   std::vector<std::string> parts = {"repack",    "rows",    "matmul",    "sample",
                                     "graphs",    "stages",  "attention", "invariance",
-                                    "bandwidth", "sampler", "decode"};
+                                    "bandwidth", "sampler", "decode",    "prefill"};
   xllm::check::Options options;
   Report report;
   std::string json;
@@ -53,6 +53,11 @@ int main(int argc, char **argv) {
     } else if (flag == "--bs") {
       options.batch_sizes.clear();
       for (const std::string &n : split(value)) options.batch_sizes.push_back(std::atoi(n.c_str()));
+      ++i;
+    } else if (flag == "--tokens") {
+      options.prompt_tokens.clear();
+      for (const std::string &n : split(value))
+        options.prompt_tokens.push_back(std::atoi(n.c_str()));
       ++i;
     } else if (flag == "--variants") {
       options.variants = split(value), ++i;
@@ -84,6 +89,7 @@ int main(int argc, char **argv) {
       if (part == "bandwidth") xllm::check::bench_bandwidth(&report);
       if (part == "sampler") xllm::check::bench_sample(&report);
       if (part == "decode") xllm::check::bench_decode(&report, options);
+      if (part == "prefill") xllm::check::bench_prefill(&report, options);
     } catch (const std::exception &error) {
       report.verdict(part + ": ran to its end", false, error.what());
     }

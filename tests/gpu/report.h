@@ -79,6 +79,7 @@ inline std::string number(double value, const char *format = "%.4g") {
 struct Options {
   std::vector<std::string> models = {"qwen3-8b", "llama3-8b", "qwen2.5-1.5b"};
   std::vector<int> batch_sizes = {1, 2, 4, 8, 16, 32, 64};
+  std::vector<int> prompt_tokens = {64, 128, 256, 512};
   int num_steps = 48;
   int context = 128;
   double read_bandwidth = 4.66e12;
@@ -101,5 +102,6 @@ void check_graphs(Report *report, bool is_tiny);
 void bench_bandwidth(Report *report);
 void bench_sample(Report *report);
 void bench_decode(Report *report, const Options &options);
+void bench_prefill(Report *report, const Options &options);
 
 }  // namespace xllm::check

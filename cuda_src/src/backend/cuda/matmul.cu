@@ -80,10 +80,11 @@ void run_tiles(const Launch &launch, MatmulArgs args, const Product &product, Pa
                        args.num_slices > 1 && !product.matrix->has_plain_part();
   for (int first = 0; first < num_tokens; first += args.num_tokens) {
     args.first_token = first;
-    args.num_tokens = std::min(num_tokens - first, kMaxTileTokens);
+    args.num_tokens = num_tokens - first;
+    args.num_tokens = tile_launch_tokens(device, args, may_cut);
     if (args.num_tokens <= kMaxFewTokens) {
       launch_mma_few(launch, args);
-    } else if (may_cut && tile_wants_partials(device, args)) {
+    } else if (may_cut && args.num_tokens <= kMaxTileTokens && tile_wants_partials(device, args)) {
       run_partials(launch, args, product, num_tokens <= kMaxTileTokens ? left : nullptr);
     } else {
       launch_mma_tile(launch, args);

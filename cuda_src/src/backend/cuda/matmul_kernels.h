@@ -18,12 +18,15 @@ void launch_gemv(const Launch &launch, const MatmulArgs &args);
 void prepare_few(Device *device);
 void launch_mma_few(const Launch &launch, const MatmulArgs &args);
 
-// Tensor cores, 5 to 64 tokens (fewer are taken, too); wants args.act.
+// Tensor cores, 5 tokens and more (fewer are taken, too); wants args.act.
 void prepare_tile(Device *device);
 void launch_mma_tile(const Launch &launch, const MatmulArgs &args);
 // Whether the product is faster with its slices spread over CTAs: then kPartials is asked for in
 // place of kStore or kAddTo, and the row kernel that follows adds them up.
 bool tile_wants_partials(const Device &device, const MatmulArgs &args);
+// How many of args.num_tokens a launch should take. may_cut: it may leave partials, for up to
+// kMaxTileTokens tokens.
+int tile_launch_tokens(const Device &device, const MatmulArgs &args, bool may_cut);
 
 }  // namespace cuda
 }  // namespace xllm

@@ -11,6 +11,12 @@ namespace cuda {
 namespace {
 
 constexpr int kReservedSharedPerCta = 1024;  // taken by the system
+constexpr int kMaxItems = 65535;             // SmallDivisor
+constexpr int kMaxLaunchTokens = 1024;
+// Fewer tokens than this behind the last whole token tile are a launch of their own, with the plan
+// that is best for so many.
+constexpr int kMinTokensOfLastTile = 33;
+constexpr double kLaunch = 4500;  // clocks between two products
 
 // What a kernel is compiled for: units of row_tiles tiles by 8 * groups tokens, each by unit_warps
 // warps; beside at most max_warps of them, copying_warps.
@@ -57,6 +63,11 @@ std::vector<Shape> shapes_of(const Device &device, const MatmulArgs &args) {
   return {kWide64, kWide32};
 }
 
+// Tokens of an item, at most.
+int tokens_of_tile(const Shape &shape) {
+  return shape.row_tiles > 1 ? kMaxTileTokens : 8 * shape.groups;
+}
+
 int shared_bytes(const TilePlan &plan, const Shape &shape, bool has_slots) {
   // A part of the tokens may reach past the groups that exist; what lies there is read, and left
   // alone.
@@ -92,7 +103,9 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
     if (!is_swiglu) plan.num_units += tile_units_of(args.segments[i].num_tiles, shape.row_tiles);
   }
   if (is_swiglu) plan.num_units = tile_units_of(2 * args.segments[0].num_tiles, shape.row_tiles);
-  plan.token_groups = (args.num_tokens + kActGroup - 1) / kActGroup;
+  const int tile_tokens = std::min(args.num_tokens, tokens_of_tile(shape));
+  plan.token_groups = (tile_tokens + kActGroup - 1) / kActGroup;
+  plan.token_tiles = (args.num_tokens + tile_tokens - 1) / tile_tokens;
   plan.token_parts = (plan.token_groups + shape.groups - 1) / shape.groups;
   plan.item_slices = item_slices;
   const int item_parts = args.num_slices / item_slices;
@@ -110,7 +123,8 @@ Cost best_plan(const Device &device, const MatmulArgs &args, const Shape &shape,
       const int copies = parallel * (units * shape.row_tiles + plan.token_groups);
       if (copies > kWarp) continue;
       const int groups = (plan.num_units + units - 1) / units;
-      plan.num_items = groups * item_parts;
+      plan.num_items = groups * item_parts * plan.token_tiles;
+      if (plan.num_items > kMaxItems) continue;
       const int rounds = item_slices / parallel * round_steps;
       const int items = (plan.num_items + device.num_sms - 1) / device.num_sms;
       // A ring of two steps at least, and of no more than the work has.
@@ -149,6 +163,7 @@ void set_divisors(const MatmulArgs &args, const Shape &shape, TilePlan *plan) {
   plan->rounds = plan->item_slices / plan->parallel_slices;
   plan->round_steps = (args.num_chunks + args.num_slices - 1) / args.num_slices;
   plan->item_parts = args.num_slices / plan->item_slices;
+  plan->by_token_tiles.set(plan->token_tiles);
   plan->by_parts.set(plan->item_parts);
   plan->by_tiles.set(plan->group_units * shape.row_tiles);
   plan->by_token_groups.set(plan->token_groups);
@@ -205,26 +220,32 @@ void prepare_tile(Device *device) {
 }
 
 void launch_mma_tile(const Launch &launch, const MatmulArgs &args) {
-  const Device &device = *launch.device;
-  const Shape first_shape = shapes_of(device, args).front();
-  const int at_once = first_shape.row_tiles > 1 ? kMaxTileTokens : 8 * first_shape.groups;
-  for (int first = 0; first < args.num_tokens; first += at_once) {
-    MatmulArgs one = args;
-    one.first_token = args.first_token + first;
-    one.num_tokens = std::min(at_once, args.num_tokens - first);
-    const Cost cost = plan_of(device, one, args.epilogue == kPartials ? 1 : args.num_slices);
-    if (cost.clocks > 1e29) {
-      throw Error(Status::kUnimplemented,
-                  "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
-                      std::to_string(device.max_shared_bytes) + " bytes); use the CPU backend");
-    }
-    run_plan(launch, one, cost);
+  const Cost cost = plan_of(*launch.device, args, args.epilogue == kPartials ? 1 : args.num_slices);
+  if (cost.clocks > 1e29) {
+    throw Error(Status::kUnimplemented,
+                "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
+                    std::to_string(launch.device->max_shared_bytes) +
+                    " bytes); use the CPU backend");
   }
+  run_plan(launch, args, cost);
 }
 
 bool tile_wants_partials(const Device &device, const MatmulArgs &args) {
   if (args.epilogue == kSwiGlu || args.num_slices == 1) return false;
   return plan_of(device, args, 1).clocks < plan_of(device, args, args.num_slices).clocks;
+}
+
+int tile_launch_tokens(const Device &device, const MatmulArgs &args, bool may_cut) {
+  const int most = std::min(args.num_tokens, kMaxLaunchTokens), rest = most % kMaxTileTokens;
+  if (most <= kMaxTileTokens) return most;
+  MatmulArgs one = args;
+  one.num_tokens = rest >= kMinTokensOfLastTile ? most : most - rest;
+  if (!may_cut) return one.num_tokens;
+  // Few rows and few token tiles: tile by tile, with the slices of each spread over the SMs.
+  const int all = one.num_tokens, tiles = (all + kMaxTileTokens - 1) / kMaxTileTokens;
+  const double together = plan_of(device, one, args.num_slices).clocks;
+  one.num_tokens = kMaxTileTokens;
+  return together < tiles * (plan_of(device, one, 1).clocks + kLaunch) ? all : kMaxTileTokens;
 }
 
 }  // namespace cuda

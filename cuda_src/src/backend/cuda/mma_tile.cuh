@@ -1,7 +1,9 @@
-// Products of 5 to 64 tokens on tensor cores: reads each weight once per 64 tokens.
+// Products of 5 tokens and more on tensor cores.
 //
-// An item of work is a group of row tiles and some of K's slices; a CTA takes items blockIdx.x,
-// blockIdx.x + gridDim.x, ... One warp copies (four beside warp groups), the others compute. A step
+// An item of work is a group of row tiles, some of K's slices and a part of the tokens, 64 at most
+// (a token tile); a CTA takes items blockIdx.x, blockIdx.x + gridDim.x, ... Items of all token
+// tiles of a group follow one another, so that its weights come from memory once and from L2 for
+// the others. One warp copies (four beside warp groups), the others compute. A step
 // of the ring is one chunk of columns of each slice that is worked on at the same time: the chunks
 // of the group's tiles and the activations, which all warps share. The first steps' weights are
 // asked for before the previous kernel has finished, activations, which it writes, after.
@@ -63,14 +65,15 @@ struct TilePlan {
   int parallel_slices;  // worked on at the same time
   int item_slices;      // of an item; those of all items of a group are the product's
   int token_parts;      // of 8 * kGroups tokens
-  int token_groups;     // of 8 tokens, that exist
-  int slot_bytes;       // of a tile in a step
-  int num_steps;        // of the ring
+  int token_groups;     // of 8 tokens, that exist in a whole token tile
+  int token_tiles;
+  int slot_bytes;  // of a tile in a step
+  int num_steps;   // of the ring
   int num_items;
   // What would take divisions to find out.
   int round_steps, rounds;  // of an item: of its longest slice's chunks
-  int item_parts;           // items of a group
-  SmallDivisor by_parts, by_tiles, by_token_groups, by_units, by_token_parts;
+  int item_parts;           // of a group's slices
+  SmallDivisor by_token_tiles, by_parts, by_tiles, by_token_groups, by_units, by_token_parts;
   int16_t slice_chunk[kMaxSlices + 1];  // slice_first_chunk
 };
 
@@ -115,12 +118,15 @@ __device__ __forceinline__ bool find_tile(const MatmulArgs &args, int unit, int 
 
 // The item that a CTA is at.
 struct TileItem {
-  int index, group, first_slice;
+  int index, group, first_slice, first_token;
 
   __device__ __forceinline__ void set(const TileArgs &args, int i) {
+    const TilePlan &plan = args.plan;
     index = i;
-    group = args.plan.by_parts.quotient(i);
-    first_slice = (i - group * args.plan.item_parts) * args.plan.item_slices;
+    const int place = plan.by_token_tiles.quotient(i);
+    first_token = (i - place * plan.token_tiles) * plan.token_groups * kActGroup;
+    group = plan.by_parts.quotient(place);
+    first_slice = (place - group * plan.item_parts) * plan.item_slices;
   }
 };
 
@@ -159,8 +165,9 @@ struct TileCopier {
     } else if (copy < weights + plan.parallel_slices * plan.token_groups) {
       const int index = copy - weights;
       slice = plan.by_token_groups.quotient(index);
-      const int group = index - slice * plan.token_groups;
-      from = matmul.act.chunk(matmul.first_token + group * kActGroup, 0);
+      const int token = item.first_token + (index - slice * plan.token_groups) * kActGroup;
+      if (token >= matmul.num_tokens) return;
+      from = matmul.act.chunk(matmul.first_token + token, 0);
       bytes = kActChunkBytes;
       to = weights * plan.slot_bytes + index * kActChunkBytes;
     }
@@ -317,6 +324,11 @@ __device__ __forceinline__ void sync_computing_warps(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
+// The warps of one unit alone: the others may be at another item.
+__device__ __forceinline__ void sync_unit(int unit, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(3 + unit), "r"(threads) : "memory");
+}
+
 // One slice: `chunks` of them from `first`; the rest of the round's steps pass by.
 template <int kType, int kTiles, int kGroups, bool kIsWide>
 __device__ __forceinline__ void tile_slice(const MatmulArgs &args, TileRing *ring, int first,
@@ -428,22 +440,31 @@ __device__ __forceinline__ void finish_alone(const MatmulArgs &args, const TileP
     return;
   }
   const float *bias = args.bias == nullptr ? nullptr : args.bias + column;
-  const bool adds = args.epilogue == kAddTo;
+  // Calls act(output, its row from `column`, its sum, its place in `before`) for each that exists.
+  float before[kTiles][kGroups][4];
+  const auto each = [&](const auto &act) {
 #pragma unroll
-  for (int r = 0; r < kTiles; ++r) {
+    for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
-    for (int n = 0; n < kGroups; ++n) {
+      for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int row = r * kTileRows + 8 * (j >> 1);
-        if (n * 8 + (j & 1) >= tokens_left || row >= rows_left) continue;
-        float y = slot[((r * kGroups + n) * 4 + j) * kWarp];
-        float *to = out + (n * 8 + (j & 1)) * stride + row;
-        if (bias != nullptr) y = __fadd_rn(y, bias[row]);
-        *to = adds ? __fadd_rn(*to, y) : y;
+        for (int j = 0; j < 4; ++j) {
+          const int row = r * kTileRows + 8 * (j >> 1);
+          if (n * 8 + (j & 1) >= tokens_left || row >= rows_left) continue;
+          act(out + (n * 8 + (j & 1)) * stride + row, row,
+              slot + ((r * kGroups + n) * 4 + j) * kWarp, &before[r][n][j]);
+        }
       }
     }
-  }
+  };
+  // What they are added to, all of it on its way at once.
+  const bool adds = args.epilogue == kAddTo;
+  if (adds) each([](const float *from, int, const float *, float *kept) { *kept = *from; });
+  each([&](float *to, int row, const float *sum, const float *kept) {
+    float y = *sum;
+    if (bias != nullptr) y = __fadd_rn(y, bias[row]);
+    *to = adds ? __fadd_rn(*kept, y) : y;
+  });
 }
 
 template <TileTypes kTypes, int kRowTiles, int kGroups, int kUnitWarps>
@@ -458,7 +479,7 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
   const int part = warp / kUnitWarps - units_before * plan.token_parts;
   const int own_slice = plan.by_units.quotient(units_before);
   const int unit = units_before - own_slice * plan.group_units;
-  const int first_token = part * kGroups * kActGroup;
+  const int part_token = part * kGroups * kActGroup;
   const int steps = plan.round_steps;
   const int places = plan.group_units * plan.token_parts * kUnitWarps;  // warps of a slice
   const int place = (unit * plan.token_parts + part) * kUnitWarps + in_unit;
@@ -473,6 +494,7 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
        index += static_cast<int>(gridDim.x)) {
     TileItem item;
     item.set(args, index);
+    const int first_token = item.first_token + part_token;
     // The unit's first tile exists where the unit does; a later one may not, and is computed from
     // whatever lies there, and left alone.
     const int product_unit = item.group * plan.group_units + unit;
@@ -540,8 +562,15 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
     const bool has_pairs = is_swiglu && kTiles == 1;
     const int pair_stride = kUnitWarps == 1 ? plan.token_parts : 1;  // in places
     const int in_pair = has_pairs ? (kUnitWarps == 1 ? unit : in_unit) & 1 : 0;
+    const auto sync_sharers = [&] {
+      if (kUnitWarps > 1 && !is_parallel) {
+        sync_unit(warp / kUnitWarps, kUnitWarps * kWarp);
+      } else {
+        sync_computing_warps(plan.parallel_slices * places * kWarp);
+      }
+    };
     if (is_parallel || has_pairs) {
-      sync_computing_warps(plan.parallel_slices * places * kWarp);
+      sync_sharers();
       set ^= is_parallel ? 1 : 0;
     }
     const auto sum_of = [&](int from_place, int output) {
@@ -582,7 +611,7 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
         }
       }
     }
-    if (has_pairs && !is_parallel) sync_computing_warps(places * kWarp);
+    if (has_pairs && !is_parallel) sync_sharers();
   }
 }
 
