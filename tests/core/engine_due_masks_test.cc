@@ -167,7 +167,9 @@ class DueMaskOnDevice : public ::testing::Test {
   // The rest, with masks as soon as they are asked for.
   void run_on(const std::vector<Ids> &allowed) {
     while (answer.finished.kind != EventKind::kFinished) {
-      for (const Event &event : engine->take_events(id, kSoon)) {
+      const std::vector<Event> events = engine->take_events(id, kSoon);
+      ASSERT_FALSE(events.empty()) << "no event in time";
+      for (const Event &event : events) {
         add(event, &answer);
         if (!event.wants_mask) continue;
         engine->push_masks({{id, event.token_index + 1, only(allowed[event.token_index + 1])}});
@@ -199,6 +201,25 @@ TEST_F(DueMaskOnDevice, IsWaitedForAsLongAsTheRowsAreComputed) {
   EXPECT_EQ(answer.ids, expected(allowed));
   EXPECT_EQ(control->num_rows, 20 + 11);   // each once
   EXPECT_EQ(control->num_rows_ahead, 11);  // and before the token in front of it was known
+}
+
+TEST_F(DueMaskOnDevice, IsWaitedForAfterThemWhereNobodyElseIsKeptWaiting) {
+  EngineConfig config = small_config();
+  config.mask_patience_s = kSoon;
+  engine = make_engine(config, control);
+  is_busy = false;
+  const std::vector<Ids> allowed = pairs(12);
+  start();
+  engine->push_masks({{id, 1, only(allowed[1])}});
+  run_on(allowed);
+  EXPECT_EQ(answer.ids, expected(allowed));
+  EXPECT_EQ(control->num_rows, 20 + 11);
+  // Who comes is somebody else: the masks that do not come keep nobody waiting.
+  const uint64_t slow = engine->submit(constrained(prompt_of(20)));
+  EXPECT_EQ(run(engine.get(), request(prompt_of(4), 9)).ids, expected_greedy(prompt_of(4), 9));
+  engine->push_masks({{slow, 0, only({kFirst})}});
+  EXPECT_EQ(run(engine.get(), request(prompt_of(4), 9)).ids, expected_greedy(prompt_of(4), 9));
+  engine->cancel(slow);
 }
 
 TEST_F(DueMaskOnDevice, ThatMissesTheRowsCostsThemAlone) {

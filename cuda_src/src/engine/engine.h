@@ -170,11 +170,14 @@ class Engine {
   StepInFlight start_ahead(Lane *lane, const StepInFlight &step);
   void complete(Lane *lane, const StepInFlight &step, const std::vector<size_t> &places);
   bool choose(Lane *lane, StepInFlight *step);
+  bool has_work_elsewhere(const Lane *lane) const;
   std::vector<SampleRow> sample_rows(const StepInFlight &step);
   double decode_wait_s(const Lane &lane) const;
   void note_gap(Request *request, bool wants_mask, double now_s);
   void seat(DecodeMode mode, const Schedule &schedule);
   bool compute(const StepInFlight &step, const std::function<void()> &part);
+  bool waits_for_mask(const StepInFlight &step, size_t index) const;
+  bool keeps_others_waiting(const Lane &lane, const StepInFlight &step) const;
   void wait_for_masks(Lane *lane, StepInFlight *step);
   void end_exhausted(const Lane &lane, const Sequence &sequence);
   void report_prefill(const ScheduledRows &rows);

@@ -29,6 +29,9 @@ struct EngineConfig {
   bool use_prefix_cache = true;
   double max_token_gap_s = 0.2;                  // 0: no bound
   std::function<void(const std::string &)> log;  // may be empty
+  // What a step of constrained requests alone, whose rows are computed, waits for their masks at
+  // most before it goes on without; others with it make that less.
+  double mask_patience_s = 0.005;
   // Called on the loop's thread in every step, between taking in what callers have asked for and
   // ending what is over: where a test makes happen what could happen there. May be empty.
   std::function<void()> on_taken;

@@ -13,9 +13,8 @@ namespace xllm {
 namespace {
 
 // How long a step whose rows are computed waits for masks before tokens are chosen, so that their
-// rows need not be computed again: a part of what the step takes, and never more than the cap.
-constexpr double kMaskPatience = 0.1;  // of the last step's duration
-constexpr double kMaskPatienceMaxS = 0.005;
+// rows need not be computed again, where other rows wait with them: of the last step's duration.
+constexpr double kMaskPatience = 0.1;
 // How often it looks meanwhile whether the device is still computing the rows.
 constexpr double kDeviceLookS = 50e-6;
 
@@ -51,25 +50,40 @@ void Engine::take_masks(std::vector<PositionMask> masks) {
   }
 }
 
+// Of a row whose request goes on, and whose token cannot be chosen as yet.
+bool Engine::waits_for_mask(const StepInFlight &step, size_t index) const {
+  return step.rows[index].wants_token && requests_.count(step.ids[index]) != 0 &&
+         step.rows[index].sequence->is_held;
+}
+
+// Whether a row of a step could have its token without one that waits for a mask, or somebody the
+// next step.
+bool Engine::keeps_others_waiting(const Lane &lane, const StepInFlight &step) const {
+  for (size_t i = 0; i < step.rows.size(); ++i) {
+    if (requests_.count(step.ids[i]) != 0 && !waits_for_mask(step, i)) return true;
+  }
+  size_t num_going_on = 0;
+  for (const Sequence *sequence : lane.scheduler.running()) {
+    if (!sequence->sits_out()) ++num_going_on;
+  }
+  if (num_going_on > step.rows.size() || has_work_elsewhere(&lane)) return true;
+  const std::lock_guard<std::mutex> lock(slots_mutex_);
+  return !lane.scheduler.waiting().empty() && slots_.num_free() > 0;
+}
+
 // Gives the masks that rows of this step wait for until the device has computed the rows, and a
-// little longer: each of them was asked for when the step began, or while it ran. Rows that have
-// none then drop out of the step; who has missed it does not slow the others again, see
-// Sequence::is_due.
+// little longer: each of them was asked for when the step began, or while it ran. Where nobody else
+// is kept waiting, that is mask_patience_s. Rows that have none then drop out of the step; who has
+// missed it does not slow the others again, see Sequence::is_due.
 void Engine::wait_for_masks(Lane *lane, StepInFlight *step) {
-  // Of a row whose request goes on, and whose token cannot be chosen as yet.
-  const auto waits = [&](size_t i) {
-    return step->rows[i].wants_token && requests_.count(step->ids[i]) != 0 &&
-           step->rows[i].sequence->is_held;
-  };
   const auto is_waiting = [&] {
     for (size_t i = 0; i < step->rows.size(); ++i) {
-      if (waits(i)) return true;
+      if (waits_for_mask(*step, i)) return true;
     }
     return false;
   };
   if (!is_waiting()) return;
-  const double patience_s = std::min(kMaskPatience * totals_.last_step_s, kMaskPatienceMaxS);
-  double end_s = 0;  // set where the device has nothing more to do
+  double computed_s = 0;  // when the device had nothing more to do
   // Of a request that has not begun the masks stay where they are: it has still to come in.
   const auto is_ours = [this](const PositionMask &mask) {
     return requests_.count(mask.request_id) != 0;
@@ -78,15 +92,23 @@ void Engine::wait_for_masks(Lane *lane, StepInFlight *step) {
   while (has_time && is_waiting()) {
     const bool is_computing = lane->runner.is_computing();
     const double begin_s = now_s();
-    if (!is_computing && end_s == 0) end_s = begin_s + patience_s;
+    if (!is_computing && computed_s == 0) computed_s = begin_s;
+    const bool is_alone = !is_computing && !keeps_others_waiting(*lane, *step);
+    const double most_s = config_.mask_patience_s;
+    const double patience_s =
+        is_alone ? most_s : std::min(kMaskPatience * totals_.last_step_s, most_s);
+    const double end_s = computed_s + patience_s;
     const double wait_s = is_computing ? kDeviceLookS : end_s - begin_s;
     std::vector<PositionMask> taken;
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
       const auto has_ours = [&] { return std::any_of(masks_.begin(), masks_.end(), is_ours); };
+      const auto is_wanted_elsewhere = [&] {
+        return !cancels_.empty() || is_stopping_ || (is_alone && !inbox_.empty());
+      };
       inbox_changed_.wait_for(lock, std::chrono::duration<double>(wait_s),
-                              [&] { return has_ours() || !cancels_.empty() || is_stopping_; });
-      has_time = (is_computing || now_s() < end_s) && cancels_.empty() && !is_stopping_;
+                              [&] { return has_ours() || is_wanted_elsewhere(); });
+      has_time = (is_computing || now_s() < end_s) && !is_wanted_elsewhere();
       const auto others = std::stable_partition(masks_.begin(), masks_.end(), is_ours);
       std::move(masks_.begin(), others, std::back_inserter(taken));
       masks_.erase(masks_.begin(), others);
@@ -94,7 +116,7 @@ void Engine::wait_for_masks(Lane *lane, StepInFlight *step) {
     take_masks(std::move(taken));
   }
   for (size_t i = 0; i < step->rows.size(); ++i) {
-    if (!waits(i)) continue;
+    if (!waits_for_mask(*step, i)) continue;
     step->rows[i].sequence->is_due = false;
     step->ids[i] = 0;
   }

@@ -98,9 +98,7 @@ bool Engine::choose(Lane *lane, StepInFlight *step) {
 // ends with its token has been computed for once too often, which nobody sees.
 StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
   if (step.rows.size() != lane->scheduler.running().size()) return {};
-  for (const std::unique_ptr<Lane> &other : lanes_) {
-    if (other.get() != lane && other->scheduler.has_work()) return {};
-  }
+  if (has_work_elsewhere(lane)) return {};
   bool is_choice_known = true;
   for (const ScheduledRows &rows : step.rows) {
     const Request &request = *requests_.at(rows.sequence->id);
@@ -136,6 +134,12 @@ StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
   }
   ahead.is_chosen = is_choice_known;
   return ahead;
+}
+
+bool Engine::has_work_elsewhere(const Lane *lane) const {
+  return std::any_of(lanes_.begin(), lanes_.end(), [&](const std::unique_ptr<Lane> &other) {
+    return other.get() != lane && other->scheduler.has_work();
+  });
 }
 
 // Of a row that has dropped out, or whose request has ended, the most likely token is chosen, which
