@@ -7,13 +7,14 @@ and whatever goes wrong is a refusal before anything runs.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from xllm_service.constraint_sandbox import ConstraintSandbox
 
@@ -141,6 +142,39 @@ def _depth(text: str) -> int:
     return deepest
 
 
+class CompiledConstraint:
+    """A constraint that was found good, for any number of outputs.
+
+    It may be there in several copies. Outputs of one copy share what it has learned of its lexer, and wait for one
+    another where their masks are computed at the same time; outputs of two copies do not.
+
+    Args:
+        make: compiles it once more.
+        first: the first copy; has no error.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher], first: LLMatcher) -> None:
+        self._make = make
+        self._copies = [first]
+        self._num_started = 0
+
+    @property
+    def num_copies(self) -> int:
+        """Of itself."""
+        return len(self._copies)
+
+    def add_copy(self) -> None:
+        """Compile it once more, which takes as long as it did."""
+        copy = self._make()
+        if not copy.is_error():
+            self._copies.append(copy)
+
+    def start(self) -> Matcher:
+        """Return what follows one output from its beginning, of each copy in turn."""
+        self._num_started += 1
+        return Matcher(self._copies[self._num_started % len(self._copies)].deep_copy(), self)
+
+
 class Matcher:
     """Follows one output. Not for two threads at once.
 
@@ -148,14 +182,15 @@ class Matcher:
         error: why it cannot go on; empty while it can.
     """
 
-    def __init__(self, core: LLMatcher) -> None:
+    def __init__(self, core: LLMatcher, compiled: CompiledConstraint) -> None:
         """Take over a matcher that has no error."""
         self._core = core
+        self._compiled = compiled
         self.error = ""
 
-    def fork(self) -> Matcher:
-        """Return one that has come as far, and goes on by itself."""
-        return Matcher(self._core.deep_copy())
+    def another(self) -> Matcher:
+        """Return one for another output of the same constraint, at its beginning."""
+        return self._compiled.start()
 
     @property
     def is_complete(self) -> bool:
@@ -170,10 +205,50 @@ class Matcher:
     def mask(self) -> bytes:
         """Return which tokens may come next, one bit each; empty where there is an error."""
         words: bytes = self._core.compute_bitmask()
+        return b"" if self._has_failed() else words
+
+    def _has_failed(self) -> bool:
         if self._core.is_error():
             self.error = _one_line(self._core.get_error()) or "the constraint is too complex"
+        return bool(self.error)
+
+    def _mask_or_error(self) -> bytes:
+        try:
+            return self.mask()
+        except Exception as error:
+            self.error = type(error).__name__
             return b""
-        return words
+
+
+class MaskMaker:
+    """Computes masks of several outputs at once, each as `Matcher.mask` would. Not for two threads at once.
+
+    Args:
+        num_threads: that compute.
+        mask_bytes: size of a mask; a multiple of four. Rows without a token are not allowed.
+    """
+
+    def __init__(self, num_threads: int, mask_bytes: int) -> None:
+        self._executor = LLExecutor(num_threads) if num_threads > 1 else None
+        self._mask_bytes = mask_bytes
+
+    def masks(self, matchers: Sequence[Matcher]) -> list[bytes | memoryview]:
+        """Return which tokens may come next; empty where there is an error."""
+        if self._executor is None or len(matchers) < 2:
+            return [matcher._mask_or_error()[: self._mask_bytes] for matcher in matchers]
+        size = self._mask_bytes
+        buffer = bytearray(len(matchers) * size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        places = [(matcher._core, place) for place, matcher in enumerate(matchers)]
+        try:
+            self._executor.unsafe_compute_mask_ptr(places, address, size, len(matchers))
+        except Exception:  # of one of them, which is found by itself
+            return [matcher._mask_or_error()[:size] for matcher in matchers]
+        view = memoryview(buffer)
+        return [
+            b"" if matcher._has_failed() else view[place * size : (place + 1) * size]
+            for place, matcher in enumerate(matchers)
+        ]
 
 
 @dataclass(slots=True)
@@ -195,9 +270,9 @@ class Constrained:
     error: str = ""
     _tail: bytes = b""
 
-    def fork(self) -> Constrained:
-        """Return one that has come as far, and goes on by itself."""
-        return Constrained(self.matcher.fork(), self.free_until, self.field)
+    def another(self) -> Constrained:
+        """Return one for another output, at its beginning; this one has not gone on yet."""
+        return Constrained(self.matcher.another(), self.free_until, self.field)
 
     def advance(self, token_id: int, piece: bytes) -> None:
         """Go on by one token."""
@@ -237,14 +312,14 @@ class ConstraintCompiler:
         """End the process that tries constraints."""
         self._sandbox.close()
 
-    def compile(self, constraint: Constraint) -> Matcher:
-        """Return what follows an output of it. Raises ConstraintError for anything that cannot be held to."""
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Return what outputs of it start with. Raises ConstraintError for anything that cannot be held to."""
         constraint.check()
         try:
             grammar = constraint.grammar()
             if problem := self._sandbox.problem(grammar, _LIMITS):
                 raise ConstraintError(_one_line(problem))
-            core = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+            core = self._make(grammar)
         except ConstraintError:
             raise
         except ValueError as error:
@@ -253,14 +328,18 @@ class ConstraintCompiler:
             raise ConstraintError(_one_line(core.get_error()))
         if warnings := core.get_grammar_warnings():
             raise ConstraintError(_one_line(warnings[0]))
-        matcher = Matcher(core)
+        compiled = CompiledConstraint(lambda: self._make(grammar), core)
         # Some limits show only now, and so does a constraint that no output satisfies.
+        matcher = compiled.start()
         words = matcher.mask()
         if matcher.error:
             raise ConstraintError(matcher.error)
         if not any(words):
             raise ConstraintError(_NOTHING_FITS)
-        return matcher
+        return compiled
+
+    def _make(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
 
 
 class _Vocabulary:

@@ -24,7 +24,7 @@ from tests.tools.schemas import heavy_schemas, hostile_schemas, random_schema
 from xllm_client import AsyncClient, DecodeMode, InvalidArgumentError, XllmError
 from xllm_client.v1 import generation_pb2, generation_service_pb2, slot_pb2, slot_service_pb2
 from xllm_service.app import Server
-from xllm_service.constraints import Constraint, Matcher
+from xllm_service.constraints import CompiledConstraint, Constraint
 
 STOPPED = (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_CONSTRAINT_COMPLETE)
 FEW, MANY = 16, 500
@@ -280,7 +280,7 @@ class HeldCompiler:
         self._compile_one = compilations._compile_one
         compilations._compile_one = self._compile
 
-    def _compile(self, constraint: Constraint) -> Matcher:
+    def _compile(self, constraint: Constraint) -> CompiledConstraint:
         self.begun.append(constraint.text)
         assert self.go_on.wait(60)
         return self._compile_one(constraint)

@@ -10,20 +10,29 @@ from typing import Any, cast
 import pytest
 
 from tests.service.conftest import eventually
-from xllm_service.constraints import Constraint, Matcher
+from xllm_service.constraints import CompiledConstraint, Constraint
 from xllm_service.engine.compilations import MAX_WAITING, Compilations
 from xllm_service.errors import Reason, ServiceError
 
 
 class _FakeMatcher:
-    """Says what it was made of, and how often it was copied."""
+    """Says what it follows."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.num_forks = 0
 
-    def fork(self) -> _FakeMatcher:
-        self.num_forks += 1
+
+class _FakeCompiled:
+    """Says of what it was made."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_copies = 1
+
+    def add_copy(self) -> None:
+        self.num_copies += 1
+
+    def start(self) -> _FakeMatcher:
         return _FakeMatcher(self.text)
 
 
@@ -35,10 +44,11 @@ class Shop:
         self.go_on = threading.Event()
         self.compilations = Compilations(self._compile)
 
-    def _compile(self, constraint: Constraint) -> Matcher:
+    def _compile(self, constraint: Constraint) -> CompiledConstraint:
         self.compiled.append(constraint.text)
         assert self.go_on.wait(30)
-        return cast(Matcher, _FakeMatcher(constraint.text))
+        self.made = _FakeCompiled(constraint.text)
+        return cast(CompiledConstraint, self.made)
 
     def ask(self, owner: str, text: str) -> asyncio.Task[Any]:
         return asyncio.create_task(self.compilations.get(owner, Constraint("regex", text)))
@@ -85,6 +95,14 @@ async def test_what_was_compiled_is_kept_for_its_principal_and_copied_for_each_c
     assert shop.compiled == ["x", "x"], "how long it takes tells nobody what others have sent"
 
 
+async def test_calls_that_ask_again_have_a_copy_made_until_there_are_enough(shop: Shop) -> None:
+    shop.go_on.set()
+    shop.compilations.num_copies = 3
+    found = [await shop.ask("a", "x") for _ in range(6)]
+    assert shop.compiled == ["x"] and shop.made.num_copies == 3
+    assert len({id(one) for one in found}) == 6 and {one.text for one in found} == {"x"}
+
+
 async def test_calls_that_wait_for_the_same_constraint_get_one_each(shop: Shop) -> None:
     tasks = [shop.ask("a", "x") for _ in range(5)]
     await eventually(lambda: shop.compiled)
@@ -116,10 +134,10 @@ async def test_a_long_text_whose_matcher_may_be_large_is_not_kept(shop: Shop) ->
 async def test_a_failure_is_not_kept(shop: Shop) -> None:
     problems = [ServiceError(Reason.COMPILER_UNAVAILABLE, "no memory")]
 
-    def compile_one(constraint: Constraint) -> Matcher:
+    def compile_one(constraint: Constraint) -> CompiledConstraint:
         if problems:
             raise problems.pop()
-        return cast(Matcher, _FakeMatcher(constraint.text))
+        return cast(CompiledConstraint, _FakeCompiled(constraint.text))
 
     compilations = Compilations(compile_one)
     with pytest.raises(ServiceError):

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from tests.tools.schemas import heavy_schemas, hostile_schemas, random_schema
-from xllm_service.constraints import MAX_CONSTRAINT_BYTES, Constrained, Constraint, ConstraintCompiler, ConstraintError
+from xllm_service.constraints import (
+    MAX_CONSTRAINT_BYTES,
+    Constrained,
+    Constraint,
+    ConstraintCompiler,
+    ConstraintError,
+    MaskMaker,
+)
 
 END = 256
 PADDING = 258
@@ -32,7 +39,7 @@ def allowed(words: bytes) -> set[int]:
 
 def accepts(compiler: ConstraintCompiler, constraint: Constraint, text: str) -> bool:
     """Whether a whole text satisfies a constraint, token by token."""
-    matcher = compiler.compile(constraint)
+    matcher = compiler.compile(constraint).start()
     for byte in text.encode():
         if matcher.is_complete or byte not in allowed(matcher.mask()):
             return False
@@ -74,7 +81,7 @@ def test_what_fits(compiler: ConstraintCompiler, constraint: Constraint, text: s
 
 
 def test_padding_and_control_tokens_are_never_allowed(compiler: ConstraintCompiler) -> None:
-    matcher = compiler.compile(Constraint("regex", "(?s:.*)"))
+    matcher = compiler.compile(Constraint("regex", "(?s:.*)")).start()
     for byte in b"<|user|>":
         words = allowed(matcher.mask())
         assert END in words and not words & {257, PADDING} and max(words) == END
@@ -82,18 +89,18 @@ def test_padding_and_control_tokens_are_never_allowed(compiler: ConstraintCompil
 
 
 def test_an_output_that_nothing_may_follow_is_complete(compiler: ConstraintCompiler) -> None:
-    matcher = compiler.compile(Constraint("regex", "ab"))
+    matcher = compiler.compile(Constraint("regex", "ab")).start()
     matcher.consume(ord("a"))
     assert not matcher.is_complete
     matcher.consume(ord("b"))
     assert matcher.is_complete
-    wrong = compiler.compile(Constraint("regex", "ab"))
+    wrong = compiler.compile(Constraint("regex", "ab")).start()
     wrong.consume(ord("b"))
     assert wrong.error and not wrong.is_complete
 
 
 def test_what_comes_in_front_is_free(compiler: ConstraintCompiler) -> None:
-    row = Constrained(compiler.compile(Constraint("regex", "ab")), free_until="</t>")
+    row = Constrained(compiler.compile(Constraint("regex", "ab")).start(), free_until="</t>")
     for byte in b"anything </ </t>":
         assert row.free_until
         row.advance(byte, bytes([byte]))
@@ -160,7 +167,7 @@ HEAVY = {
 @pytest.mark.parametrize("name", HEAVY)
 def test_what_costs_much_is_refused_or_goes_on_or_ends_by_itself(compiler: ConstraintCompiler, name: str) -> None:
     try:
-        matcher = compiler.compile(HEAVY[name])
+        matcher = compiler.compile(HEAVY[name]).start()
     except ConstraintError:
         return
     began = time.process_time()
@@ -172,9 +179,40 @@ def test_what_costs_much_is_refused_or_goes_on_or_ends_by_itself(compiler: Const
     assert time.process_time() - began < 10, "forty steps"
 
 
+@pytest.mark.parametrize("mask_bytes", [36, 32, 40])
+def test_masks_of_several_outputs_are_those_of_each_alone(compiler: ConstraintCompiler, mask_bytes: int) -> None:
+    """Of the same constraint and of others, in several threads; with rows that have no token, or fewer rows."""
+    same = compiler.compile(Constraint("regex", "(ab|cd)*e"))
+    same.add_copy()
+    assert same.num_copies == 2
+    compiled = [*([same] * 6), *(compiler.compile(Constraint("regex", f"{letter}+z")) for letter in "pqrs")]
+    together = [one.start() for one in compiled]
+    alone = [one.start() for one in compiled]
+    makers = [MaskMaker(num_threads, mask_bytes) for num_threads in (1, 3)]
+    for _ in range(12):
+        expected = [one.mask()[:mask_bytes].ljust(mask_bytes, b"\0") for one in alone]
+        for maker in makers:
+            found = [bytes(mask).ljust(mask_bytes, b"\0") for mask in maker.masks(together)]
+            assert found == expected
+        for place, words in enumerate(expected):
+            going_on = sorted(allowed(words) - {ord("e"), ord("z")})
+            token_id = going_on[place % len(going_on)]
+            together[place].consume(token_id)
+            alone[place].consume(token_id)
+
+
+def test_an_output_that_cannot_go_on_leaves_the_masks_of_others(compiler: ConstraintCompiler) -> None:
+    outputs = [compiler.compile(Constraint("regex", text)).start() for text in ("ab", "cd", "ef")]
+    outputs[1].consume(ord("x"))
+    for num_threads in (1, 2):
+        masks = MaskMaker(num_threads, 36).masks(outputs)
+        assert [allowed(bytes(mask)) for mask in masks] == [{ord("a")}, set(), {ord("e")}]
+        assert [bool(one.error) for one in outputs] == [False, True, False]
+
+
 @pytest.mark.parametrize("seed", range(0, 500, 25))
 def test_random_schemas_compile(compiler: ConstraintCompiler, seed: int) -> None:
-    matcher = compiler.compile(Constraint("json_schema", json.dumps(random_schema(seed))))
+    matcher = compiler.compile(Constraint("json_schema", json.dumps(random_schema(seed)))).start()
     assert allowed(matcher.mask()) == {ord("{")}
 
 

@@ -28,7 +28,7 @@ class _RefusingEngine(FakeEngine):
 @pytest.mark.parametrize("problem", [InvalidArgumentError("token_index"), ValueError("words")])
 def test_masks_that_the_core_does_not_take_end_their_requests(problem: Exception) -> None:
     core = _RefusingEngine(problem)
-    model: Any = SimpleNamespace(free_mask=b"\xff" * 4)
+    model: Any = SimpleNamespace(free_mask=b"\xff" * 4, mask_bytes=4, expect_mask_threads=lambda _: None)
     worker = MaskWorker(core, model)
     try:
         for request_id in (1, 2):  # the second one finds the thread alive

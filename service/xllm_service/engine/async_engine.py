@@ -260,4 +260,4 @@ def _one_each(choices: DecodeChoices, num_outputs: int) -> list[DecodeChoices]:
     row = choices.constrained
     if row is None:
         return [choices] * num_outputs
-    return [choices, *(replace(choices, constrained=row.fork()) for _ in range(num_outputs - 1))]
+    return [choices, *(replace(choices, constrained=row.another()) for _ in range(num_outputs - 1))]

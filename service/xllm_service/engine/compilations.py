@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from xllm_service.constraints import Constraint, Matcher
+from xllm_service.constraints import CompiledConstraint, Constraint, Matcher
 from xllm_service.errors import Reason, ServiceError
 from xllm_service.fair_worker import FairWorker, TooManyWaitingError
 from xllm_service.owned_store import OwnedStore
@@ -26,12 +26,17 @@ class Compilations:
 
     Args:
         compile_one: compiles one, in the worker's thread.
+
+    Attributes:
+        num_copies: that are made of one, the next with each call that asks for it again, so that outputs of several
+            calls can be worked on at the same time.
     """
 
-    def __init__(self, compile_one: Callable[[Constraint], Matcher]) -> None:
+    def __init__(self, compile_one: Callable[[Constraint], CompiledConstraint]) -> None:
+        self.num_copies = 1
         self._compile_one = compile_one
         self._worker = FairWorker("xllm-constraint", MAX_WAITING)
-        self._kept: OwnedStore[Constraint, Matcher] = OwnedStore(_MAX_KEPT, _MAX_KEPT_OF_ALL)
+        self._kept: OwnedStore[Constraint, CompiledConstraint] = OwnedStore(_MAX_KEPT, _MAX_KEPT_OF_ALL)
         self._lock = threading.Lock()  # of what is kept
 
     def __len__(self) -> int:
@@ -53,7 +58,7 @@ class Compilations:
                 metadata={"queue_limit": MAX_WAITING},
             ) from None
         with self._lock:
-            return made.fork()  # others may have waited for the same one
+            return made.start()  # others may have waited for the same one
 
     def close(self) -> None:
         """End the thread after what it does now; what waits is cancelled."""
@@ -62,15 +67,19 @@ class Compilations:
     def _find(self, owner: str, constraint: Constraint) -> Matcher | None:
         with self._lock:
             kept = self._kept.get(owner, constraint)
-            if kept is None:
+            if kept is None or kept.num_copies < self.num_copies:
                 return None
             self._kept.touch(owner, constraint)
-            return kept.fork()
+            return kept.start()
 
-    def _make(self, owner: str, constraint: Constraint) -> Matcher:
-        matcher = self._compile_one(constraint)
-        if constraint.size_bytes > _MAX_KEPT_BYTES:
-            return matcher
+    def _make(self, owner: str, constraint: Constraint) -> CompiledConstraint:
         with self._lock:
-            self._kept.put(owner, constraint, matcher)
-        return matcher
+            compiled = self._kept.get(owner, constraint)
+        if compiled is not None:
+            compiled.add_copy()
+        else:
+            compiled = self._compile_one(constraint)
+        if constraint.size_bytes <= _MAX_KEPT_BYTES:
+            with self._lock:
+                self._kept.put(owner, constraint, compiled)
+        return compiled

@@ -43,6 +43,7 @@ _STALLED_AFTER_S = 1.0  # a slot whose client has not read for so long is STALLE
 # Between two wake-ups for several streams where each takes time from the engine: messages take some 2 % of a core then.
 _INTERVAL_PER_STREAM_S = 0.006
 _LONGEST_INTERVAL_S = 0.05
+_MAX_MASK_THREADS = 4  # more gain nothing: a batch takes as long as its costliest mask
 _WATCH_S = 0.5  # between looks at the heartbeat and at clients that do not read
 
 _log = get_logger("engine")
@@ -76,11 +77,11 @@ class EngineStreams:
         self.on_freed: Callable[[float], object] = lambda _: None
         self.on_batch: Callable[[int], object] = lambda _: None
         self._cancelled_at: dict[int, float] = {}
-        self._masks = MaskWorker(core, model)
+        self._takes_all_cores = _computes_on_all_cores(self.info)
+        self._masks = MaskWorker(core, model, 1 if self._takes_all_cores else _num_mask_threads())
         self._constrained: dict[int, Constrained] = {}
         self._loop = asyncio.get_running_loop()
         self._fd = core.event_fd
-        self._takes_all_cores = _computes_on_all_cores(self.info)
         self._resting: asyncio.TimerHandle | None = None  # nothing is handed out before it has run
         self._taken: list[Event] = []  # and not handed out yet
         self._loop.add_reader(self._fd, self._dispatch)
@@ -298,6 +299,11 @@ class EngineStreams:
                     )
                     if stream.on_stall is not None:
                         stream.on_stall()
+
+
+def _num_mask_threads() -> int:
+    """Threads that compute masks beside an engine that leaves cores free; two cores stay with the service."""
+    return max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) - 2))
 
 
 def _computes_on_all_cores(info: EngineInfo) -> bool:

@@ -1,8 +1,7 @@
 """Masks of constrained requests: computed in threads beside the step loop, and pushed into the core.
 
-The event loop only says which token a request has got. One thread takes what has come since it last looked, lets a few
-workers compute the masks of several requests at once (llguidance holds no GIL meanwhile), and pushes them together, so
-that their rows share a step.
+The event loop only says which token a request has got. One thread takes what has come since it last looked, has the
+masks of several requests computed at once (without the GIL), and pushes them together, so that their rows share a step.
 """
 
 from __future__ import annotations
@@ -11,18 +10,14 @@ import contextlib
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cyengine.errors import XllmError
 from cyengine.types import FinishedEvent, FinishReason, Status, TokenMask
-from xllm_service.constraints import Constrained
+from xllm_service.constraints import Constrained, MaskMaker
 from xllm_service.engine.core import CoreEngine
 from xllm_service.engine.model import Model
 from xllm_service.errors import Reason, ServiceError
-
-_MAX_WORKERS = 4
-_MIN_FOR_WORKERS = 12  # fewer masks, of some 50 µs each, are computed before workers would have woken up
 
 
 class ConstraintComplete(FinishedEvent):
@@ -56,13 +51,19 @@ class MaskWorker:
     Args:
         core: whose requests they are.
         model: whose tokens.
+        num_threads: that compute at once. Where the engine computes on all cores, more than one takes from it what
+            they save.
     """
 
     core: CoreEngine
     model: Model
+    num_threads: int = 1
     _inbox: queue.SimpleQueue[list[_Wanted] | None] = field(default_factory=queue.SimpleQueue)
     _thread: threading.Thread | None = None
-    _pool: ThreadPoolExecutor | None = None
+
+    def __post_init__(self) -> None:
+        """Have constraints compiled for them."""
+        self.model.expect_mask_threads(self.num_threads)
 
     def begin(self, requests: Sequence[tuple[int, Constrained]]) -> None:
         """Compute the first masks of requests."""
@@ -78,43 +79,41 @@ class MaskWorker:
             self._inbox.put(None)
             self._thread.join()
             self._thread = None
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
 
     def _put(self, wanted: list[_Wanted]) -> None:
         if not wanted:
             return
         if self._thread is None:
-            self._pool = ThreadPoolExecutor(_MAX_WORKERS, thread_name_prefix="xllm-mask")
             self._thread = threading.Thread(target=self._work, name="xllm-masks", daemon=True)
             self._thread.start()
         self._inbox.put(wanted)
 
     def _work(self) -> None:
+        maker = MaskMaker(self.num_threads, self.model.mask_bytes)
         while (batch := self._inbox.get()) is not None:
             while not self._inbox.empty():
                 more = self._inbox.get()
                 if more is None:
                     return
                 batch = batch + more
-            self._push(batch)
+            self._push(batch, maker)
 
-    def _push(self, batch: list[_Wanted]) -> None:
-        if len(batch) < _MIN_FOR_WORKERS or self._pool is None:
-            masks = [self._compute(wanted) for wanted in batch]
-        else:
-            shares = [batch[first::_MAX_WORKERS] for first in range(_MAX_WORKERS)]
-            done = list(self._pool.map(lambda share: [self._compute(wanted) for wanted in share], shares))
-            masks = [done[place % _MAX_WORKERS][place // _MAX_WORKERS] for place in range(len(batch))]
+    def _push(self, batch: list[_Wanted], maker: MaskMaker) -> None:
+        goes_on = [wanted for wanted in batch if self._advance(wanted)]
+        held = [wanted for wanted in goes_on if not wanted.row.free_until]
+        masks = maker.masks([wanted.row.matcher for wanted in held])
         ready = [
-            TokenMask(wanted.request_id, wanted.index, words)
-            for wanted, words in zip(batch, masks, strict=True)
-            if words
+            TokenMask(wanted.request_id, wanted.index, self.model.free_mask)
+            for wanted in goes_on
+            if wanted.row.free_until
         ]
+        for wanted, words in zip(held, masks, strict=True):
+            wanted.row.error = wanted.row.matcher.error
+            if words:
+                ready.append(TokenMask(wanted.request_id, wanted.index, words))
         try:
             self.core.push_masks(ready)
-        except Exception as error:  # none of them has come: as in _compute
+        except Exception as error:  # none of them has come, and no request may wait for ever
             for wanted in batch:
                 wanted.row.error = wanted.row.error or type(error).__name__
         with contextlib.suppress(XllmError):  # the engine has failed, and says so itself
@@ -122,18 +121,15 @@ class MaskWorker:
                 if wanted.row.is_complete or wanted.row.error:
                     self.core.cancel(wanted.request_id)
 
-    def _compute(self, wanted: _Wanted) -> bytes:
-        """Return a mask; empty where the request is over instead."""
+    def _advance(self, wanted: _Wanted) -> bool:
+        """Tell a row which token it has got; False where it is over."""
         row = wanted.row
         try:
             if wanted.token_id is not None:
                 row.advance(wanted.token_id, self.model.piece(wanted.token_id))
             if row.free_until:
-                return self.model.free_mask
-            row.is_complete = row.matcher.is_complete
-            words = b"" if row.is_complete or row.matcher.error else row.matcher.mask()
-            row.error = row.matcher.error
+                return True
+            row.is_complete, row.error = row.matcher.is_complete, row.matcher.error
         except Exception as error:  # a request must never wait for a mask that nobody computes
-            row.error = f"{type(error).__name__}"
-            return b""
-        return words[: self.model.mask_bytes]
+            row.error = type(error).__name__
+        return not (row.is_complete or row.error)

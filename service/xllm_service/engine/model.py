@@ -17,7 +17,7 @@ from cyengine.types import EndToken, Fact, Metadata, ModelInfo, Plan, TensorInfo
 from xllm_service.answer_markers import find_markers, marker_ids
 from xllm_service.chat_template import ChatTemplate, Piece, TemplateRenderError, TemplateUnusableError
 from xllm_service.config import ServeConfig
-from xllm_service.constraints import Constraint, ConstraintCompiler, ConstraintError, Matcher
+from xllm_service.constraints import CompiledConstraint, Constraint, ConstraintCompiler, ConstraintError, Matcher
 from xllm_service.digest import FileDigest, shard_paths
 from xllm_service.engine.compilations import Compilations
 from xllm_service.engine.config import engine_config
@@ -209,7 +209,11 @@ class Model:
         except SandboxUnavailableError as error:
             raise ServiceError(Reason.COMPILER_UNAVAILABLE, str(error)) from None
 
-    def _compile(self, constraint: Constraint) -> Matcher:
+    def expect_mask_threads(self, num_threads: int) -> None:
+        """Compile constraints from now on so that as many threads can work on outputs of the same one."""
+        self._compilations.num_copies = max(self._compilations.num_copies, num_threads)
+
+    def _compile(self, constraint: Constraint) -> CompiledConstraint:
         if self._compiler is None:
             ends = [end.token_id for end in self.end_tokens()]
             pieces = [b"" if i in self._textless else piece for i, piece in enumerate(self._pieces)]
