@@ -24,7 +24,7 @@ echo "built in $((SECONDS - start)) s"
 
 # Two programs, so that a check that fails or hangs does not take the measurements with it.
 status=0
-for part in check:repack,rows,matmul,sample,graphs,stages,attention,invariance bench:bandwidth,sampler,decode; do
+for part in check:repack,rows,matmul,sample,graphs,stages,attention,invariance bench:bandwidth,sampler,prompt_attention,decode; do
   start=$SECONDS
   name=${part%%:*}
   timeout 210 $build/cuda_backend_check --parts "${part#*:}" --json "$out/$name.json" "$@" 2>&1 | tee "$out/$name.log"

@@ -27,16 +27,8 @@ constexpr Case kCases[] = {
 // splits, over the place where splits become longer.
 constexpr int kSpans[][2] = {{0, 9}, {250, 12}, {500, 70}, {16370, 40}, {18000, 5}};
 
-std::vector<uint8_t> random_cache(size_t num_bytes) {
-  Random random(3);
-  std::vector<uint8_t> bytes(num_bytes / 2 * 2);
-  for (size_t i = 0; i < bytes.size(); i += 2) {
-    const auto half =
-        static_cast<uint16_t>(random.below(2) << 15 | (0x2800 + random.below(0x1400)));
-    std::memcpy(bytes.data() + i, &half, 2);
-  }
-  return bytes;
-}
+// Rows by themselves, in the tiles of any GPU, and in those of this one.
+enum class Way { kPlain, kNarrow, kTiles };
 
 std::vector<float> attended(TestEngine *engine, int first, int num_rows) {
   TestSequence s;
@@ -72,25 +64,39 @@ void check_attention(Report *report, bool is_tiny) {
         random_cache(static_cast<size_t>(engine.kv.num_blocks) * engine.kv.layout.block_bytes());
     for (const auto &[first, num_rows] : kSpans) {
       if (first + num_rows > most) continue;
-      std::vector<float> out[2];
-      for (const bool is_plain : {true, false}) {
-        backend.device().has_plain_rows = is_plain;
+      std::vector<float> plain;
+      for (const Way way : {Way::kPlain, Way::kNarrow, Way::kTiles}) {
+        backend.device().has_plain_rows = way == Way::kPlain;
+        backend.device().has_narrow_tiles = way == Way::kNarrow;
         engine.pool.fill(cache);
-        // The same blocks both times.
+        // The same blocks every time.
         std::sort(engine.free_blocks.begin(), engine.free_blocks.end());
-        out[is_plain ? 0 : 1] = attended(&engine, first, num_rows);
+        const std::vector<float> out = attended(&engine, first, num_rows);
+        if (way == Way::kPlain) {
+          plain = out;
+          continue;
+        }
+        bool is_finite = true;
+        for (const float v : plain) is_finite = is_finite && std::isfinite(v);
+        size_t at = 0, differing = 0;
+        for (size_t i = out.size(); i > 0; --i) {
+          if (std::memcmp(&plain[i - 1], &out[i - 1], sizeof(float)) == 0) continue;
+          at = i - 1;
+          ++differing;
+        }
+        const auto width = static_cast<size_t>(c.heads * c.head_dim);
+        report->verdict("attention " + std::string(c.name) + ": rows " + std::to_string(first) +
+                            " to " + std::to_string(first + num_rows) +
+                            (way == Way::kNarrow ? " in narrow tiles" : " in tiles"),
+                        is_finite && differing == 0,
+                        is_finite
+                            ? std::to_string(differing) + " of " + std::to_string(out.size()) +
+                                  " differ, the first in row " + std::to_string(at / width) +
+                                  " column " + std::to_string(at % width) + ": " +
+                                  number(static_cast<double>(out[at]), "%.9g") + " for " +
+                                  number(static_cast<double>(plain[at]), "%.9g")
+                            : "not finite");
       }
-      bool is_finite = true;
-      for (const float v : out[0]) is_finite = is_finite && std::isfinite(v);
-      size_t at = 0;
-      while (at < out[0].size() && std::memcmp(&out[0][at], &out[1][at], sizeof(float)) == 0) ++at;
-      const auto width = static_cast<size_t>(c.heads * c.head_dim);
-      report->verdict("attention " + std::string(c.name) + ": rows " + std::to_string(first) +
-                          " to " + std::to_string(first + num_rows) + " in tiles",
-                      is_finite && at == out[0].size(),
-                      is_finite ? "differs from row " + std::to_string(at / width) + " column " +
-                                      std::to_string(at % width)
-                                : "not finite");
     }
     if (is_tiny) return;
   }

@@ -1,6 +1,6 @@
 // cuda_backend_check
 //   [--parts repack,rows,matmul,sample,graphs,stages,attention,invariance,bandwidth,sampler,
-//            decode,prefill]
+//            prompt_attention,decode,prefill]
 //   [--models NAME[:q4_k_m|q6_k|q8_0],...] [--bs N,...] [--steps N] [--context N] [--tokens N,...]
 //   [--attention-depth N] [--quick] [--tiny] [--no-breakdown] [--variants C,...] [--json PATH]
 //   [--verbose]
@@ -28,9 +28,9 @@ std::vector<std::string> split(const std::string &text) {
 
 int main(int argc, char **argv) {
   using xllm::check::Report;
-  std::vector<std::string> parts = {"repack",    "rows",    "matmul",    "sample",
-                                    "graphs",    "stages",  "attention", "invariance",
-                                    "bandwidth", "sampler", "decode",    "prefill"};
+  std::vector<std::string> parts = {
+      "repack",     "rows",      "matmul",  "sample",           "graphs", "stages", "attention",
+      "invariance", "bandwidth", "sampler", "prompt_attention", "decode", "prefill"};
   xllm::check::Options options;
   Report report;
   std::string json;
@@ -88,6 +88,7 @@ int main(int argc, char **argv) {
       if (part == "invariance") xllm::check::check_invariance(&report, options.is_quick);
       if (part == "bandwidth") xllm::check::bench_bandwidth(&report);
       if (part == "sampler") xllm::check::bench_sample(&report);
+      if (part == "prompt_attention") xllm::check::bench_prompt_attention(&report, options);
       if (part == "decode") xllm::check::bench_decode(&report, options);
       if (part == "prefill") xllm::check::bench_prefill(&report, options);
     } catch (const std::exception &error) {

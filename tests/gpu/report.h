@@ -101,6 +101,7 @@ void check_sample(Report *report, bool is_quick, bool is_tiny);
 void check_graphs(Report *report, bool is_tiny);
 void bench_bandwidth(Report *report);
 void bench_sample(Report *report);
+void bench_prompt_attention(Report *report, const Options &options);
 void bench_decode(Report *report, const Options &options);
 void bench_prefill(Report *report, const Options &options);
 

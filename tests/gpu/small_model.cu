@@ -1,10 +1,22 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 
 #include "small_model.h"
 
 namespace xllm::check {
+
+std::vector<uint8_t> random_cache(size_t num_bytes) {
+  Random random(3);
+  std::vector<uint8_t> bytes(num_bytes / 2 * 2);
+  for (size_t i = 0; i < bytes.size(); i += 2) {
+    const auto half =
+        static_cast<uint16_t>(random.below(2) << 15 | (0x2800 + random.below(0x1400)));
+    std::memcpy(bytes.data() + i, &half, 2);
+  }
+  return bytes;
+}
 
 void make_rope(ModelDims *dims, double theta, int max_positions) {
   const int pairs = dims->head_dim / 2;

@@ -38,6 +38,8 @@ struct HostModel {
   }
 };
 
+// Keys and values for a cache whose content nobody computes: f16, finite, of either sign.
+std::vector<uint8_t> random_cache(size_t num_bytes);
 void make_rope(ModelDims *dims, double theta, int max_positions);
 std::unique_ptr<HostModel> make_model(const ModelConfig &config, uint64_t seed);
 

@@ -17,6 +17,7 @@ INSTANCES = {
     "gemv.cuh": ("gemv_kernel", "MatmulArgs", ["1", "4", "8"]),
     "attention.cuh": ("attention_kernel", "AttentionArgs", ["64, 1, 1, false", "96, 1, 4, true", "128, 2, 2, true"]),
     "prompt_attention.cuh": ("prompt_attention_kernel", "AttentionArgs", ["64", "128, 8"]),
+    "prompt_wide.cuh": ("wide_attention_kernel", "AttentionArgs", ["64", "128"]),
     "act_rows.cuh": ("act_rows_kernel", "ActRowsArgs", ["1, false", "4, true"]),
 }
 

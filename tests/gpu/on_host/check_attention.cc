@@ -11,10 +11,13 @@
 
 namespace xllm::cuda {
 thread_local __attribute__((aligned(128))) uint8_t shared[256 << 10];  // of attention_kernel
-}
+thread_local __attribute__((aligned(1024))) uint8_t wide_shared[256 << 10];
+thread_local __attribute__((aligned(16))) float merge_weights[64 << 10];
+}  // namespace xllm::cuda
 
 #include "backend/cuda/attention.cuh"
 #include "backend/cuda/prompt_attention.cuh"
+#include "backend/cuda/prompt_wide.cuh"
 #include "backend/cuda/qkv_rows.cuh"
 #include "backend/cuda/spread_rows.cuh"
 
@@ -128,6 +131,13 @@ Kernel prompt_kernel_of(const Case &c) {
   }
 }
 
+Kernel wide_kernel_of(const Case &c) {
+  if (c.code_bits != 0) return nullptr;
+  return c.head_dim == 64    ? cuda::wide_attention_kernel<64>
+         : c.head_dim == 128 ? cuda::wide_attention_kernel<128>
+                             : nullptr;
+}
+
 class Run {
  public:
   explicit Run(const Case &c) : c_(c), num_all_(c.heads + 2 * c.kv_heads) {
@@ -178,8 +188,8 @@ class Run {
     return out_;
   }
 
-  // The rows in tiles of one sequence.
-  std::vector<float> attend_prompt(int splits_per_cta) {
+  // The rows in tiles of one sequence, by either kernel.
+  std::vector<float> attend_prompt(int splits_per_cta, bool is_wide) {
     AttentionArgs args = arguments(true);
     finish_rows(args);
     const unsigned splits = give_splits(&args, 0);
@@ -192,9 +202,19 @@ class Run {
     args.splits_per_cta = splits_per_cta;
     const unsigned ctas = (splits + static_cast<unsigned>(splits_per_cta) - 1) /
                           static_cast<unsigned>(splits_per_cta);
-    const Kernel kernel = prompt_kernel_of(c_);
-    run_grid({static_cast<unsigned>(tiles.size()), static_cast<unsigned>(c_.kv_heads), ctas},
-             cuda::kPromptThreads, fill_shared, [&] { kernel(args); });
+    const auto kv_heads = static_cast<unsigned>(c_.kv_heads);
+    const auto num_tiles = static_cast<unsigned>(tiles.size());
+    if (is_wide) {
+      const Kernel kernel = wide_kernel_of(c_);
+      run_grid({num_tiles, kv_heads, ctas}, cuda::kWideThreads, fill_shared, [&] { kernel(args); });
+      run_grid({static_cast<unsigned>(c_.rows), kv_heads, 1}, cuda::kMergeThreads, fill_shared,
+               [&] { cuda::merge_rows_kernel(args); });
+    } else {
+      const Kernel kernel = prompt_kernel_of(c_);
+      const auto pieces = static_cast<unsigned>(cuda::prompt_tile_pieces(args.group_size));
+      run_grid({num_tiles * pieces, kv_heads, ctas}, cuda::kPromptThreads, fill_shared,
+               [&] { kernel(args); });
+    }
     if (is_coded()) spread_out();
     return out_;
   }
@@ -301,6 +321,7 @@ class Run {
   }
   static void fill_shared() {
     std::fill(std::begin(cuda::shared), std::end(cuda::shared), uint8_t{0xff});
+    std::fill(std::begin(cuda::wide_shared), std::end(cuda::wide_shared), uint8_t{0xff});
   }
   void finish_rows(const AttentionArgs &args) const {
     const auto heads = static_cast<unsigned>((num_all_ + cuda::kQkvWarps - 1) / cuda::kQkvWarps);
@@ -472,7 +493,11 @@ bool check(const Case &c) {
   for (const int splits_per_cta : {1, 2}) {
     if (!c.is_prompt) continue;
     run.clear();
-    expect(same(run.attend_prompt(splits_per_cta), out, 0), "other bytes in tiles");
+    expect(same(run.attend_prompt(splits_per_cta, false), out, 0), "other bytes in tiles");
+    // Of three splits a CTA takes two, the next one the third.
+    if (splits_per_cta == 1 || wide_kernel_of(c) == nullptr) continue;
+    run.clear();
+    expect(same(run.attend_prompt(splits_per_cta, true), out, 0), "other bytes in wide tiles");
   }
   for (const int depth : {2, 4}) {
     if (c.is_prompt || kernel_of(c, depth, true) == nullptr) continue;

@@ -200,13 +200,15 @@ void CudaBackend::attention(Workspace &ws_base, const WeightSet &weights_base, i
         const int last_row = of.first_row + of.num_rows - 1;
         splits = std::max(splits, num_splits(batch.positions[static_cast<size_t>(last_row)] + 1));
       }
-      prompt_attention(launch(), args, splits, past - first);
+      prompt_attention(launch(), args, splits, past - first,
+                       rows_to(ws.prompt.tiles[static_cast<size_t>(past - 1)], args.first_row));
       first = past;
     }
   };
-  const bool has_tiles = is_tiled && rows_at_once >= prompt_tile_rows(args.group_size) &&
-                         has_prompt_attention(device_, dims.head_dim, args.kv.bits) &&
-                         !device_.has_plain_rows;
+  const bool has_tiles =
+      is_tiled && rows_at_once >= prompt_tile_rows(args.group_size) &&
+      has_prompt_attention(device_, dims.head_dim, args.group_size, args.kv.bits) &&
+      !device_.has_plain_rows;
   for (const RowRun &run : ws.prompt.runs) {
     if (has_tiles && run.num_tiles > 0) {
       attend_tiles(run.first_tile, run.first_tile + run.num_tiles);

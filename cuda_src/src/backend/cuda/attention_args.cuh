@@ -11,9 +11,9 @@ namespace cuda {
 constexpr int kKeyTile = 16;
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for x <= 0 with the same bits on every GPU: a polynomial of degree 5 within 2e-7; 0 below
-// -125, NaN kept.
-__device__ __forceinline__ float exp2_f32(float x) {
+// 2^x for -125 <= x <= 0, or NaN, with the same bits on every GPU: a polynomial of degree 5 within
+// 2e-7.
+__device__ __forceinline__ float exp2_in_range(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: an integer in the low bits of the sum
   const float n = __fadd_rn(x, kRound);
   const float r = __fsub_rn(x, __fsub_rn(n, kRound));
@@ -23,7 +23,11 @@ __device__ __forceinline__ float exp2_f32(float x) {
   p = __fmaf_rn(p, r, 2.40221202e-1f);
   p = __fmaf_rn(p, r, 6.93146944e-1f);
   p = __fmaf_rn(p, r, 1.0f);
-  const float y = __int_as_float(__float_as_int(p) + (__float_as_int(n) << 23));
+  return __int_as_float(__float_as_int(p) + (__float_as_int(n) << 23));
+}
+// The same for any x <= 0; 0 below -125.
+__device__ __forceinline__ float exp2_f32(float x) {
+  const float y = exp2_in_range(x);
   return x < -125.0f ? 0.0f : y;
 }
 
@@ -45,7 +49,7 @@ struct AttentionArgs {
   const int32_t *row_tables;  // [num_tokens] where the row's block table begins in `tables`
   const int32_t *tables;      // block ids
   int first_row;              // rows first_row + blockIdx.z
-  const int32_t *tiles;       // of rows of prompts (prompt_attention.cuh)
+  const int32_t *tiles;       // of rows of prompts (prompt_wide.cuh, prompt_attention.cuh)
   int first_tile;             // tiles first_tile + blockIdx.x; the first begins with first_row
   int splits_per_cta;         // there
   int max_splits;             // there: what gridDim.x is elsewhere, of partial results

@@ -63,6 +63,7 @@ CudaBackend::CudaBackend(const BackendOptions &options) : log_(options.log) {
   device_.has_clusters = device_.has_dependent_launch;
   cudaDeviceProp properties = {};
   check(cudaGetDeviceProperties(&properties, index), "ask for the device's name");
+  device_.memory_bytes = properties.totalGlobalMem;
   info_.kind = "cuda";
   info_.name = properties.name;
   info_.kernels = "sm_" + std::to_string(device_.compute_capability);
@@ -118,7 +119,7 @@ BackendPlan CudaBackend::plan(const ModelDims &dims, const ModelTensors &tensors
   // The upload's buffers are gone before the workspace comes.
   const bool is_gate_unfused = CudaWeights::is_gate_unfused(tensors, form);
   plan.scratch_bytes =
-      std::max(CudaWorkspace::plan_bytes(dims, form, is_gate_unfused,
+      std::max(CudaWorkspace::plan_bytes(device_, dims, form, is_gate_unfused,
                                          std::max(max_step_tokens, max_seqs), max_seqs),
                CudaWeights::kUploadBytes);
   return plan;
@@ -141,8 +142,8 @@ std::unique_ptr<WeightSet> CudaBackend::load_weights(
 
 std::unique_ptr<Workspace> CudaBackend::make_workspace(const WeightSet &weights, int max_seqs) {
   check(cudaSetDevice(device_.index), "select the device");
-  return std::make_unique<CudaWorkspace>(as_cuda(weights), allocator_.get(), stream_, max_seqs,
-                                         is_f32(as_cuda(weights)) ? cublas() : nullptr);
+  return std::make_unique<CudaWorkspace>(device_, as_cuda(weights), allocator_.get(), stream_,
+                                         max_seqs, is_f32(as_cuda(weights)) ? cublas() : nullptr);
 }
 
 void CudaBackend::reserve(Workspace &ws_base, int max_step_tokens) {

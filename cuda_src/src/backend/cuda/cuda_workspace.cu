@@ -11,8 +11,9 @@ namespace {
 // Rows of activations come in whole passes of the widest matrix kernel, so that it may read past
 // the last token.
 constexpr int kRowGranule = 64;
-// Enough for 32 rows of 32 heads at the longest context; more rows take turns.
-constexpr int64_t kMinSplitEntries = 65536;
+// Partial results of attention: enough for 32 rows of 32 heads at the longest context, or 128 where
+// that is a thousandth of the device's memory; more rows take turns.
+constexpr int64_t kMinSplitEntries = 65536, kMaxSplitEntries = 262144;
 
 int64_t padded(int64_t rows) { return (rows + kRowGranule - 1) / kRowGranule * kRowGranule; }
 uint64_t bytes_of(int64_t count, uint64_t size) { return static_cast<uint64_t>(count) * size; }
@@ -20,8 +21,13 @@ int64_t q_cols(const ModelDims &dims) { return int64_t{dims.num_heads} * dims.he
 int64_t qkv_cols(const ModelDims &dims) {
   return (int64_t{dims.num_heads} + 2 * dims.num_kv_heads) * dims.head_dim;
 }
-int64_t wanted_split_entries(const ModelDims &dims) {
-  return std::max<int64_t>(kMinSplitEntries, int64_t{dims.num_heads} * kMaxSplits);
+uint64_t split_entry_bytes(const ModelDims &dims) {
+  return static_cast<uint64_t>(dims.head_dim) * sizeof(float) + sizeof(float2) + sizeof(int);
+}
+int64_t wanted_split_entries(const Device &device, const ModelDims &dims) {
+  const auto fit = static_cast<int64_t>(device.memory_bytes / 1024 / split_entry_bytes(dims));
+  return std::max(std::clamp(fit, kMinSplitEntries, kMaxSplitEntries),
+                  int64_t{dims.num_heads} * kMaxSplits);
 }
 
 // Of the products whose slices are spread over CTAs (matmul.h).
@@ -57,14 +63,14 @@ int64_t first_table_entries(int64_t seqs) { return std::max<int64_t>(1024, 64 * 
 
 }  // namespace
 
-CudaWorkspace::CudaWorkspace(const CudaWeights &set, DeviceAllocator *memory, cudaStream_t on,
-                             int seqs, std::shared_ptr<const CublasLibrary> cublas)
+CudaWorkspace::CudaWorkspace(const Device &device, const CudaWeights &set, DeviceAllocator *memory,
+                             cudaStream_t on, int seqs, std::shared_ptr<const CublasLibrary> cublas)
     : weights(&set), allocator(memory), stream(on), max_seqs(seqs) {
   const ModelDims &dims = set.dims;
   if (is_f32()) {
     f32.sgemm = std::make_unique<Sgemm>(std::move(cublas), allocator, stream);
   } else {
-    split_entries = wanted_split_entries(dims);
+    split_entries = wanted_split_entries(device, dims);
     split_out = Buffer(
         allocator, bytes_of(split_entries, static_cast<uint64_t>(dims.head_dim) * sizeof(float)));
     split_stats = Buffer(allocator, bytes_of(split_entries, sizeof(float2)));
@@ -127,8 +133,8 @@ uint64_t CudaWorkspace::size_bytes() const {
   return total;
 }
 
-uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, bool is_gate_unfused,
-                                   int num_rows, int max_seqs) {
+uint64_t CudaWorkspace::plan_bytes(const Device &device, const ModelDims &dims, WeightForm form,
+                                   bool is_gate_unfused, int num_rows, int max_seqs) {
   const bool is_f32 = form == WeightForm::kDequantized;
   const int64_t rows = padded(std::max(num_rows, 1)), logits = logit_rows_for(max_seqs, is_f32);
   const auto floats = [](int64_t count, int64_t cols) {
@@ -142,7 +148,7 @@ uint64_t CudaWorkspace::plan_bytes(const ModelDims &dims, WeightForm form, bool 
   } else {
     total += bytes_of(rows, 2) * static_cast<uint64_t>(q_cols(dims));
     total += partial_bytes(dims, rows) + act_bytes(dims, rows);
-    total += bytes_of(wanted_split_entries(dims), static_cast<uint64_t>(dims.head_dim) * 4 + 8 + 4);
+    total += bytes_of(wanted_split_entries(device, dims), split_entry_bytes(dims));
   }
   total += bytes_of(rows, kBatchRowBytes) + bytes_of(first_table_entries(max_seqs), 4);
   return total + sampler_bytes(dims.vocab_size, std::max(max_seqs, 1));

@@ -43,14 +43,14 @@ struct DeviceBatch {
 class CudaWorkspace : public Workspace {
  public:
   // cublas: for weights of the dequantised form.
-  CudaWorkspace(const CudaWeights &weights, DeviceAllocator *allocator, cudaStream_t stream,
-                int max_seqs, std::shared_ptr<const CublasLibrary> cublas);
+  CudaWorkspace(const Device &device, const CudaWeights &weights, DeviceAllocator *allocator,
+                cudaStream_t stream, int max_seqs, std::shared_ptr<const CublasLibrary> cublas);
   ~CudaWorkspace() override;
 
   uint64_t size_bytes() const override;
   // Bytes for steps of `num_rows` rows and as many logits as sequences.
-  static uint64_t plan_bytes(const ModelDims &dims, WeightForm form, bool is_gate_unfused,
-                             int num_rows, int max_seqs);
+  static uint64_t plan_bytes(const Device &device, const ModelDims &dims, WeightForm form,
+                             bool is_gate_unfused, int num_rows, int max_seqs);
 
   // Makes room for a step and forgets the graphs if anything moved. Waits for the device when it
   // has to grow.

@@ -14,6 +14,7 @@ struct Device {
   int index = 0;
   int compute_capability = 0;  // 90
   int num_sms = 0;
+  uint64_t memory_bytes = 0;
   int max_shared_bytes = 0;  // per CTA, opted in
   int shared_bytes_per_sm = 0;
   int registers_per_sm = 0;
@@ -25,9 +26,11 @@ struct Device {
   int attention_depth = 0;
   // In tests: rows of prompts by themselves too. Never numbers.
   bool has_plain_rows = false;
+  // In tests: rows of prompts in the tiles of GPUs with less shared memory. Never numbers.
+  bool has_narrow_tiles = false;
   // Off in tests: the kernels of older GPUs on a newer one.
   bool has_int8_mma = false;
-  bool has_wgmma = false;  // of int8, in the build that runs
+  bool has_wgmma = false;  // in the build that runs
   bool has_dependent_launch = false;
   bool has_clusters = false;
 };

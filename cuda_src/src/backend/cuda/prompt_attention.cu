@@ -35,6 +35,7 @@ const Choice *find(const Device &device, int head_dim, int bits) {
 }  // namespace
 
 void prepare_prompt_attention(const Device &device) {
+  prepare_wide_attention(device);
   for (const Choice &choice : kChoices) {
     if (!has_room(device, choice)) continue;
     const void *function = reinterpret_cast<const void *>(choice.kernel);
@@ -45,11 +46,16 @@ void prepare_prompt_attention(const Device &device) {
   }
 }
 
-bool has_prompt_attention(const Device &device, int head_dim, int bits) {
-  return find(device, head_dim, bits) != nullptr;
+bool has_prompt_attention(const Device &device, int head_dim, int group_size, int bits) {
+  return has_wide_attention(device, head_dim, group_size, bits) ||
+         (prompt_piece_rows(group_size) >= 2 && find(device, head_dim, bits) != nullptr);
 }
 
-void prompt_attention(const Launch &launch, AttentionArgs args, int num_splits, int num_tiles) {
+void prompt_attention(const Launch &launch, AttentionArgs args, int num_splits, int num_tiles,
+                      int num_rows) {
+  if (has_wide_attention(*launch.device, args.head_dim, args.group_size, args.kv.bits))
+    return wide_attention(launch, args, num_splits, num_tiles, num_rows);
+  num_tiles *= prompt_tile_pieces(args.group_size);
   const Choice &choice = *find(*launch.device, args.head_dim, args.kv.bits);
   // CTAs for about two rounds of the device, of as many splits as that leaves each. Speed only.
   const int64_t all = int64_t{num_splits} * num_tiles * args.kv.num_kv_heads;

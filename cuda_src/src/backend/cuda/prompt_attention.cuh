@@ -33,8 +33,9 @@ XLLM_HOST_DEVICE constexpr int prompt_static_bytes(int head_dim) {
          kPromptColumns * (2 * kAttentionWarps + 1) * 4 + kPromptGroups * kRoundKeys * 16 + 64;
 }
 
-// Grid: x tiles args.first_tile + x, y kv heads, z args.splits_per_cta splits: CTAs that share keys
-// run together. Keys and values of the rows are in the cache.
+// Grid: x tiles from args.first_tile on, each in prompt_tile_pieces pieces, y kv heads, z
+// args.splits_per_cta splits: CTAs that share keys run together. Keys and values of the rows are in
+// the cache.
 template <int kHeadDim, int kBits = 16>
 __global__ void __launch_bounds__(kPromptThreads, 1)
     prompt_attention_kernel(const __grid_constant__ AttentionArgs args) {
@@ -56,8 +57,15 @@ __global__ void __launch_bounds__(kPromptThreads, 1)
   const int warp = static_cast<int>(threadIdx.x) >> 5;
   const int pair = warp % kAttentionWarps, half = warp / kAttentionWarps;
   const int g = lane >> 2, t = lane & 3;
-  const int tile_index = args.first_tile + static_cast<int>(blockIdx.x);
-  const PromptTile tile = unpack_tile(args.tiles[tile_index]);
+  const int pieces = prompt_tile_pieces(args.group_size);
+  const int tile_index = args.first_tile + static_cast<int>(blockIdx.x) / pieces;
+  const PromptTile tile =
+      piece_of(unpack_tile(args.tiles[tile_index]), static_cast<int>(blockIdx.x) % pieces,
+               prompt_piece_rows(args.group_size));
+  if (tile.num_rows <= 0) {
+    wait_for_previous_kernel();
+    return;
+  }
   const int position = args.positions[tile.first_row];
   // Of the last row, the longest; all rows have its shift.
   const int contexts = position + tile.num_rows;

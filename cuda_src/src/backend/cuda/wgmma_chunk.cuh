@@ -10,10 +10,7 @@
 #pragma once
 
 #include "backend/cuda/tile_chunk.cuh"
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define XLLM_HAS_WGMMA 1
-#endif
+#include "backend/cuda/wgmma.cuh"
 
 namespace xllm {
 namespace cuda {
@@ -24,23 +21,6 @@ __device__ __forceinline__ uint64_t acts_descriptor(uint32_t address, int half_b
   return static_cast<uint64_t>((address & 0x3ffffu) >> 4) |
          static_cast<uint64_t>(half_bytes >> 4) << 16 |
          static_cast<uint64_t>(kActChunkBytes >> 4) << 32;
-}
-
-__device__ __forceinline__ void wgmma_fence() {
-#ifdef XLLM_HAS_WGMMA
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wgmma_commit() {
-#ifdef XLLM_HAS_WGMMA
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-#ifdef XLLM_HAS_WGMMA
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-#endif
 }
 
 // d = a * b, or d += a * b where is_more; a s8 or u8, b s8. Not done before wgmma_wait.
