@@ -7,6 +7,7 @@ and whatever goes wrong is a refusal before anything runs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import re
@@ -164,10 +165,12 @@ class CompiledConstraint:
         return len(self._copies)
 
     def add_copy(self) -> None:
-        """Compile it once more, which takes as long as it did."""
-        copy = self._make()
-        if not copy.is_error():
-            self._copies.append(copy)
+        """Compile it once more, which takes as long as it did; where that fails, the first copy counts twice."""
+        try:
+            copy = self._make()
+        except Exception:  # of the machine's: it was found good before
+            copy = self._copies[0]
+        self._copies.append(self._copies[0] if copy.is_error() else copy)
 
     def start(self) -> Matcher:
         """Return what follows one output from its beginning, of each copy in turn."""
@@ -224,12 +227,15 @@ class MaskMaker:
     """Computes masks of several outputs at once, each as `Matcher.mask` would. Not for two threads at once.
 
     Args:
-        num_threads: that compute.
+        num_threads: that compute, where they can be had.
         mask_bytes: size of a mask; a multiple of four. Rows without a token are not allowed.
     """
 
     def __init__(self, num_threads: int, mask_bytes: int) -> None:
-        self._executor = LLExecutor(num_threads) if num_threads > 1 else None
+        self._executor = None
+        if num_threads > 1:
+            with contextlib.suppress(Exception):  # where no thread can be had, the caller's computes them
+                self._executor = LLExecutor(num_threads)
         self._mask_bytes = mask_bytes
 
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | memoryview]:

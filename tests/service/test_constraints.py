@@ -201,6 +201,33 @@ def test_masks_of_several_outputs_are_those_of_each_alone(compiler: ConstraintCo
             alone[place].consume(token_id)
 
 
+def test_without_threads_masks_are_computed_all_the_same(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = [compiler.compile(Constraint("regex", text)).start() for text in ("ab", "cd")]
+
+    def no_threads(num_threads: int) -> None:
+        raise RuntimeError("no threads left")
+
+    monkeypatch.setattr("xllm_service.constraints.LLExecutor", no_threads)
+    masks = MaskMaker(3, 36).masks(outputs)
+    assert [allowed(bytes(mask)) for mask in masks] == [{ord("a")}, {ord("c")}]
+
+
+def test_a_copy_that_cannot_be_made_costs_no_output(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compiler.compile(Constraint("regex", "ab"))
+
+    def no_memory(grammar: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(compiler, "_make", no_memory)
+    compiled.add_copy()
+    assert compiled.num_copies == 2, "it is not tried again with every call"
+    assert [allowed(compiled.start().mask()) for _ in range(3)] == [{ord("a")}] * 3
+
+
 def test_an_output_that_cannot_go_on_leaves_the_masks_of_others(compiler: ConstraintCompiler) -> None:
     outputs = [compiler.compile(Constraint("regex", text)).start() for text in ("ab", "cd", "ef")]
     outputs[1].consume(ord("x"))

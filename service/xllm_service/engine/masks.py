@@ -99,6 +99,17 @@ class MaskWorker:
             self._push(batch, maker)
 
     def _push(self, batch: list[_Wanted], maker: MaskMaker) -> None:
+        try:
+            self.core.push_masks(self._make(batch, maker))
+        except Exception as error:  # none of them has come, and no request may wait for ever
+            for wanted in batch:
+                wanted.row.error = wanted.row.error or type(error).__name__
+        with contextlib.suppress(XllmError):  # the engine has failed, and says so itself
+            for wanted in batch:
+                if wanted.row.is_complete or wanted.row.error:
+                    self.core.cancel(wanted.request_id)
+
+    def _make(self, batch: list[_Wanted], maker: MaskMaker) -> list[TokenMask]:
         goes_on = [wanted for wanted in batch if self._advance(wanted)]
         held = [wanted for wanted in goes_on if not wanted.row.free_until]
         masks = maker.masks([wanted.row.matcher for wanted in held])
@@ -111,15 +122,7 @@ class MaskWorker:
             wanted.row.error = wanted.row.matcher.error
             if words:
                 ready.append(TokenMask(wanted.request_id, wanted.index, words))
-        try:
-            self.core.push_masks(ready)
-        except Exception as error:  # none of them has come, and no request may wait for ever
-            for wanted in batch:
-                wanted.row.error = wanted.row.error or type(error).__name__
-        with contextlib.suppress(XllmError):  # the engine has failed, and says so itself
-            for wanted in batch:
-                if wanted.row.is_complete or wanted.row.error:
-                    self.core.cancel(wanted.request_id)
+        return ready
 
     def _advance(self, wanted: _Wanted) -> bool:
         """Tell a row which token it has got; False where it is over."""
