@@ -222,6 +222,29 @@ TEST_F(DueMaskOnDevice, IsWaitedForAfterThemWhereNobodyElseIsKeptWaiting) {
   engine->cancel(slow);
 }
 
+TEST_F(DueMaskOnDevice, IsNotWaitedForWhereSomebodyHasComeForOneWhoHasLeft) {
+  EngineConfig config = small_config();
+  config.mask_patience_s = 1000;
+  engine = make_engine(config, control);
+  is_busy = false;
+  const SlotRef slot = acquire(engine.get());
+  prefill(engine.get(), slot, prompt_of(9, 1));
+  control->gate.close();
+  const int num_begun = control->gate.num_begun();
+  engine->submit(request(prompt_of(4), 1));
+  control->gate.wait_until_begun(num_begun + 1);
+  id = engine->submit(constrained(prompt_of(20)));
+  const uint64_t other = engine->submit(constrained(prompt_of(20, 1)));
+  engine->push_masks({{id, 0, only({kFirst})}, {other, 0, only({kFirst})}});
+  control->gate.allow(2);
+  control->gate.wait_until_begun(num_begun + 3);  // the rows behind their first tokens
+  engine->cancel(other);
+  const uint64_t decoding = start_decode(engine.get(), slot, request({}, 5));
+  control->gate.open();
+  EXPECT_EQ(wait_for(engine.get(), decoding).ids, expected_greedy(prompt_of(9, 1), 5));
+  engine->cancel(id);
+}
+
 TEST_F(DueMaskOnDevice, ThatMissesTheRowsCostsThemAlone) {
   const std::vector<Ids> allowed = pairs(12);
   start();

@@ -59,14 +59,17 @@ bool Engine::waits_for_mask(const StepInFlight &step, size_t index) const {
 // Whether a row of a step could have its token without one that waits for a mask, or somebody the
 // next step.
 bool Engine::keeps_others_waiting(const Lane &lane, const StepInFlight &step) const {
+  size_t num_live = 0;  // rows of requests that have not ended since
   for (size_t i = 0; i < step.rows.size(); ++i) {
-    if (requests_.count(step.ids[i]) != 0 && !waits_for_mask(step, i)) return true;
+    if (requests_.count(step.ids[i]) == 0) continue;
+    if (!waits_for_mask(step, i)) return true;
+    ++num_live;
   }
   size_t num_going_on = 0;
   for (const Sequence *sequence : lane.scheduler.running()) {
     if (!sequence->sits_out()) ++num_going_on;
   }
-  if (num_going_on > step.rows.size() || has_work_elsewhere(&lane)) return true;
+  if (num_going_on > num_live || has_work_elsewhere(&lane)) return true;
   const std::lock_guard<std::mutex> lock(slots_mutex_);
   return !lane.scheduler.waiting().empty() && slots_.num_free() > 0;
 }
