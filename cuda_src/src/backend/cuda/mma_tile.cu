@@ -32,11 +32,18 @@ static_assert(kWide32.max_warps == wide_max_groups(4) * 4 && kWide32.row_tiles =
 using TileKernel = void (*)(TileArgs);
 template <TileTypes kTypes>
 TileKernel kernel_of(const Shape &shape) {
-  return shape.unit_warps == 4 && shape.groups == 8 ? wgmma_tile_kernel<8>
-         : shape.unit_warps == 4                    ? wgmma_tile_kernel<4>
-         : shape.row_tiles == 2 ? mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas>
-         : shape.groups == 1    ? mma_tile_kernel<kTypes, 1, 1, kEight.max_warps, kEight.ctas>
-                                : mma_tile_kernel<kTypes, 1, 2, kSixteen.max_warps, kSixteen.ctas>;
+  return shape.unit_warps == 4 && shape.groups == 8 ? wgmma_tile_kernel<8, false>
+         : shape.unit_warps == 4                    ? wgmma_tile_kernel<4, false>
+         : shape.row_tiles == 2 ? mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas, false>
+         : shape.groups == 1
+             ? mma_tile_kernel<kTypes, 1, 1, kEight.max_warps, kEight.ctas, false>
+             : mma_tile_kernel<kTypes, 1, 2, kSixteen.max_warps, kSixteen.ctas, false>;
+}
+// Of several token tiles: kWide64 and kMany.
+template <TileTypes kTypes>
+TileKernel many_kernel_of(const Shape &shape) {
+  return shape.unit_warps == 4 ? wgmma_tile_kernel<8, true>
+                               : mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas, true>;
 }
 
 // Shared memory of a CTA.
@@ -60,6 +67,7 @@ std::vector<Shape> shapes_of(const Device &device, const MatmulArgs &args) {
   if (args.num_tokens <= 16 || is_mixed) return {kSixteen};
   if (!device.has_wgmma || !has_common_types(args)) return {kMany};
   if (args.num_tokens <= 32) return {kWide32};
+  if (args.num_tokens > kMaxTileTokens) return {kWide64};
   return {kWide64, kWide32};
 }
 
@@ -190,9 +198,13 @@ void run_plan(const Launch &launch, const MatmulArgs &args, const Cost &cost) {
   const TilePlan &plan = one.plan;
   const int warps = plan.parallel_slices * plan.group_units * plan.token_parts * shape.unit_warps +
                     shape.copying_warps;
-  launch_kernel(launch, "mma_tile",
-                has_common_types(args) ? kernel_of<TileTypes::kQ4KQ6K>(shape)
-                                       : kernel_of<TileTypes::kAll>(shape),
+  const bool is_many = plan.token_tiles > 1;
+  const TileKernel kernel =
+      has_common_types(args)
+          ? (is_many ? many_kernel_of<TileTypes::kQ4KQ6K>(shape)
+                     : kernel_of<TileTypes::kQ4KQ6K>(shape))
+          : (is_many ? many_kernel_of<TileTypes::kAll>(shape) : kernel_of<TileTypes::kAll>(shape));
+  launch_kernel(launch, "mma_tile", kernel,
                 dim3(static_cast<unsigned>(std::min(plan.num_items, launch.device->num_sms))),
                 static_cast<unsigned>(warps * kWarp),
                 static_cast<size_t>(shared_bytes(plan, shape, plan.item_slices == args.num_slices)),
@@ -202,32 +214,45 @@ void run_plan(const Launch &launch, const MatmulArgs &args, const Cost &cost) {
 }  // namespace
 
 void prepare_tile(Device *device) {
+  const auto prepare = [device](TileKernel kernel) {
+    const void *of = reinterpret_cast<const void *>(kernel);
+    check(cudaFuncSetAttribute(of, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               device->max_shared_bytes),
+          "opt in to shared memory");
+    prefer_shared_memory(of);
+  };
   for (const Shape &shape : {kEight, kSixteen, kMany, kWide32, kWide64}) {
-    for (const TileKernel kernel :
-         {kernel_of<TileTypes::kQ4KQ6K>(shape), kernel_of<TileTypes::kAll>(shape)}) {
-      const void *of = reinterpret_cast<const void *>(kernel);
-      check(cudaFuncSetAttribute(of, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 device->max_shared_bytes),
-            "opt in to shared memory");
-      prefer_shared_memory(of);
-    }
+    prepare(kernel_of<TileTypes::kQ4KQ6K>(shape));
+    prepare(kernel_of<TileTypes::kAll>(shape));
+  }
+  for (const Shape &shape : {kMany, kWide64}) {
+    prepare(many_kernel_of<TileTypes::kQ4KQ6K>(shape));
+    prepare(many_kernel_of<TileTypes::kAll>(shape));
   }
   // Built for another architecture than sm_90a, the kernel has no body, and needs next to nothing.
   cudaFuncAttributes wide = {};
-  check(cudaFuncGetAttributes(&wide, reinterpret_cast<const void *>(wgmma_tile_kernel<8>)),
+  check(cudaFuncGetAttributes(&wide, reinterpret_cast<const void *>(wgmma_tile_kernel<8, false>)),
         "describe a kernel");
   device->has_wgmma = device->compute_capability == 90 && wide.numRegs > 64;
 }
 
 void launch_mma_tile(const Launch &launch, const MatmulArgs &args) {
-  const Cost cost = plan_of(*launch.device, args, args.epilogue == kPartials ? 1 : args.num_slices);
-  if (cost.clocks > 1e29) {
-    throw Error(Status::kUnimplemented,
-                "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
-                    std::to_string(launch.device->max_shared_bytes) +
-                    " bytes); use the CPU backend");
+  const Device &device = *launch.device;
+  // Kernels of fewer tokens than a whole tile take one part of them after the other.
+  const int tile = tokens_of_tile(shapes_of(device, args).front());
+  const int at_once = tile < kMaxTileTokens ? tile : args.num_tokens;
+  for (int first = 0; first < args.num_tokens; first += at_once) {
+    MatmulArgs one = args;
+    one.first_token = args.first_token + first;
+    one.num_tokens = std::min(at_once, args.num_tokens - first);
+    const Cost cost = plan_of(device, one, args.epilogue == kPartials ? 1 : args.num_slices);
+    if (cost.clocks > 1e29) {
+      throw Error(Status::kUnimplemented,
+                  "CUDA: this GPU's shared memory holds no tile of the matrix kernels (" +
+                      std::to_string(device.max_shared_bytes) + " bytes); use the CPU backend");
+    }
+    run_plan(launch, one, cost);
   }
-  run_plan(launch, args, cost);
 }
 
 bool tile_wants_partials(const Device &device, const MatmulArgs &args) {

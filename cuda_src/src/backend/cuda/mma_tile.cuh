@@ -66,15 +66,16 @@ struct TilePlan {
   int item_slices;      // of an item; those of all items of a group are the product's
   int token_parts;      // of 8 * kGroups tokens
   int token_groups;     // of 8 tokens, that exist in a whole token tile
-  int token_tiles;
-  int slot_bytes;  // of a tile in a step
-  int num_steps;   // of the ring
+  int slot_bytes;       // of a tile in a step
+  int num_steps;        // of the ring
   int num_items;
   // What would take divisions to find out.
   int round_steps, rounds;  // of an item: of its longest slice's chunks
   int item_parts;           // of a group's slices
-  SmallDivisor by_token_tiles, by_parts, by_tiles, by_token_groups, by_units, by_token_parts;
+  SmallDivisor by_parts, by_tiles, by_token_groups, by_units, by_token_parts;
   int16_t slice_chunk[kMaxSlices + 1];  // slice_first_chunk
+  int token_tiles;                      // more than 1 in the kernels for many tokens only
+  SmallDivisor by_token_tiles;
 };
 
 struct TileArgs {
@@ -116,18 +117,32 @@ __device__ __forceinline__ bool find_tile(const MatmulArgs &args, int unit, int 
   return at->tile < args.segments[at->segment].num_tiles;
 }
 
-// The item that a CTA is at.
+// The item that a CTA is at. kIsMany: of more than one token tile. Products of fewer are those of
+// decode, which pay for every instruction before their first copy and have kernels of their own.
+template <bool kIsMany>
 struct TileItem {
-  int index, group, first_slice, first_token;
+  int index, group, first_slice;
+
+  __device__ __forceinline__ void set(const TileArgs &args, int i) {
+    index = i;
+    group = args.plan.by_parts.quotient(i);
+    first_slice = (i - group * args.plan.item_parts) * args.plan.item_slices;
+  }
+  __device__ __forceinline__ int first_token() const { return 0; }
+};
+template <>
+struct TileItem<true> {
+  int index, group, first_slice, token;
 
   __device__ __forceinline__ void set(const TileArgs &args, int i) {
     const TilePlan &plan = args.plan;
     index = i;
     const int place = plan.by_token_tiles.quotient(i);
-    first_token = (i - place * plan.token_tiles) * plan.token_groups * kActGroup;
+    token = (i - place * plan.token_tiles) * plan.token_groups * kActGroup;
     group = plan.by_parts.quotient(place);
     first_slice = (place - group * plan.item_parts) * plan.item_slices;
   }
+  __device__ __forceinline__ int first_token() const { return token; }
 };
 
 // ---- the copying warps: one copy of a step per lane ----
@@ -140,9 +155,9 @@ struct TileCopier {
   int to;               // in a step
 
   // Copy `copy` of a step: weights, then activations.
-  template <int kRowTiles>
-  __device__ __forceinline__ void set(const TileArgs &args, const TileItem &item, int round,
-                                      int copy) {
+  template <int kRowTiles, bool kIsMany>
+  __device__ __forceinline__ void set(const TileArgs &args, const TileItem<kIsMany> &item,
+                                      int round, int copy) {
     const TilePlan &plan = args.plan;
     const MatmulArgs &matmul = args.matmul;
     const int tiles = plan.group_units * kRowTiles, weights = plan.parallel_slices * tiles;
@@ -165,8 +180,9 @@ struct TileCopier {
     } else if (copy < weights + plan.parallel_slices * plan.token_groups) {
       const int index = copy - weights;
       slice = plan.by_token_groups.quotient(index);
-      const int token = item.first_token + (index - slice * plan.token_groups) * kActGroup;
-      if (token >= matmul.num_tokens) return;
+      const int group = index - slice * plan.token_groups;
+      const int token = item.first_token() + group * kActGroup;
+      if (kIsMany && token >= matmul.num_tokens) return;
       from = matmul.act.chunk(matmul.first_token + token, 0);
       bytes = kActChunkBytes;
       to = weights * plan.slot_bytes + index * kActChunkBytes;
@@ -264,7 +280,7 @@ __device__ __forceinline__ void sync_copying_warps(int threads) {
 // By the copying warps, each `copier` of kCopiers, which take turns at the copies of a step: one
 // warp issues them one after the other. They make the barriers themselves, so as not to wait for
 // anybody before their first copies; `sync` makes them known to the others.
-template <int kRowTiles, int kCopiers, typename Sync>
+template <int kRowTiles, int kCopiers, bool kIsMany, typename Sync>
 __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, int copier_warp,
                                            int lane, int computing_warps, const Sync &sync) {
   const TilePlan &plan = args.plan;
@@ -272,9 +288,9 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
   const int weights = plan.parallel_slices * plan.group_units * kRowTiles;
   TileCopier copier;
   const int copy = lane * kCopiers + copier_warp;
-  TileItem item;
+  TileItem<kIsMany> item;
   item.set(args, static_cast<int>(blockIdx.x));
-  copier.set<kRowTiles>(args, item, 0, copy);
+  copier.set<kRowTiles, kIsMany>(args, item, 0, copy);
   if (copier_warp == 0 && lane < ring.num_steps) {
     init_barrier(ring.full + lane, kCopiers * stage_arrivals());
     init_barrier(ring.empty + lane, computing_warps * kWarpArrivals);
@@ -314,7 +330,7 @@ __device__ __forceinline__ void copy_items(const TileArgs &args, TileRing ring, 
       if (item.index + static_cast<int>(gridDim.x) >= plan.num_items) return;
       item.set(args, item.index + static_cast<int>(gridDim.x));
     }
-    copier.set<kRowTiles>(args, item, round, copy);
+    copier.set<kRowTiles, kIsMany>(args, item, round, copy);
   }
 }
 
@@ -406,7 +422,7 @@ __device__ __forceinline__ void store_slice(const MatmulArgs &args, int slice, b
 // Finishes what a warp has in its slot alone, or, of gate and up in two warps' slots, its half of
 // the groups of tokens. `slot`: of this lane, of the gate where there is one; up_at: of up behind
 // it, 0 where up is the warp's second tile.
-template <int kTiles, int kGroups>
+template <int kTiles, int kGroups, bool kIsMany>
 __device__ __forceinline__ void finish_alone(const MatmulArgs &args, const TilePlace &tile,
                                              int first_token, int lane, int in_pair,
                                              const float *slot, int up_at) {
@@ -440,9 +456,10 @@ __device__ __forceinline__ void finish_alone(const MatmulArgs &args, const TileP
     return;
   }
   const float *bias = args.bias == nullptr ? nullptr : args.bias + column;
-  // Calls act(output, its row from `column`, its sum, its place in `before`) for each that exists.
+  const bool adds = args.epilogue == kAddTo;
+  // Many tokens: what outputs are added to is asked for at once, not one after the other.
   float before[kTiles][kGroups][4];
-  const auto each = [&](const auto &act) {
+  if constexpr (kIsMany) {
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
 #pragma unroll
@@ -450,24 +467,30 @@ __device__ __forceinline__ void finish_alone(const MatmulArgs &args, const TileP
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int row = r * kTileRows + 8 * (j >> 1);
-          if (n * 8 + (j & 1) >= tokens_left || row >= rows_left) continue;
-          act(out + (n * 8 + (j & 1)) * stride + row, row,
-              slot + ((r * kGroups + n) * 4 + j) * kWarp, &before[r][n][j]);
+          if (adds && n * 8 + (j & 1) < tokens_left && row < rows_left)
+            before[r][n][j] = out[(n * 8 + (j & 1)) * stride + row];
         }
       }
     }
-  };
-  // What they are added to, all of it on its way at once.
-  const bool adds = args.epilogue == kAddTo;
-  if (adds) each([](const float *from, int, const float *, float *kept) { *kept = *from; });
-  each([&](float *to, int row, const float *sum, const float *kept) {
-    float y = *sum;
-    if (bias != nullptr) y = __fadd_rn(y, bias[row]);
-    *to = adds ? __fadd_rn(*kept, y) : y;
-  });
+  }
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = r * kTileRows + 8 * (j >> 1);
+        if (n * 8 + (j & 1) >= tokens_left || row >= rows_left) continue;
+        float y = slot[((r * kGroups + n) * 4 + j) * kWarp];
+        float *to = out + (n * 8 + (j & 1)) * stride + row;
+        if (bias != nullptr) y = __fadd_rn(y, bias[row]);
+        *to = adds ? __fadd_rn(kIsMany ? before[r][n][j] : *to, y) : y;
+      }
+    }
+  }
 }
 
-template <TileTypes kTypes, int kRowTiles, int kGroups, int kUnitWarps>
+template <TileTypes kTypes, int kRowTiles, int kGroups, int kUnitWarps, bool kIsMany>
 __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing ring, float *slots,
                                               int warp, int lane) {
   const TilePlan &plan = args.plan;
@@ -492,9 +515,9 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
   int set = 0;
   for (int index = static_cast<int>(blockIdx.x); index < plan.num_items;
        index += static_cast<int>(gridDim.x)) {
-    TileItem item;
+    TileItem<kIsMany> item;
     item.set(args, index);
-    const int first_token = item.first_token + part_token;
+    const int first_token = item.first_token() + part_token;
     // The unit's first tile exists where the unit does; a later one may not, and is computed from
     // whatever lies there, and left alone.
     const int product_unit = item.group * plan.group_units + unit;
@@ -562,15 +585,13 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
     const bool has_pairs = is_swiglu && kTiles == 1;
     const int pair_stride = kUnitWarps == 1 ? plan.token_parts : 1;  // in places
     const int in_pair = has_pairs ? (kUnitWarps == 1 ? unit : in_unit) & 1 : 0;
-    const auto sync_sharers = [&] {
-      if (kUnitWarps > 1 && !is_parallel) {
+    constexpr bool kIsUnitAlone = kIsMany && kUnitWarps > 1;  // where it is not is_parallel
+    if (is_parallel || has_pairs) {
+      if (kIsUnitAlone && !is_parallel) {
         sync_unit(warp / kUnitWarps, kUnitWarps * kWarp);
       } else {
         sync_computing_warps(plan.parallel_slices * places * kWarp);
       }
-    };
-    if (is_parallel || has_pairs) {
-      sync_sharers();
       set ^= is_parallel ? 1 : 0;
     }
     const auto sum_of = [&](int from_place, int output) {
@@ -586,9 +607,9 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
     const int first_place = place - in_pair * pair_stride;
     if (kGroups >= 4 && !is_parallel) {
       if (has_unit) {
-        finish_alone<kTiles, kGroups>(matmul, tile, first_token, lane, in_pair,
-                                      item_slots + first_place * kOutputs * kWarp + lane,
-                                      has_pairs ? pair_stride * kOutputs * kWarp : 0);
+        finish_alone<kTiles, kGroups, kIsMany>(matmul, tile, first_token, lane, in_pair,
+                                               item_slots + first_place * kOutputs * kWarp + lane,
+                                               has_pairs ? pair_stride * kOutputs * kWarp : 0);
       }
     } else {
       const int workers = plan.parallel_slices * (has_pairs ? 2 : 1);
@@ -611,13 +632,19 @@ __device__ __forceinline__ void compute_items(const TileArgs &args, TileRing rin
         }
       }
     }
-    if (has_pairs && !is_parallel) sync_sharers();
+    if (has_pairs && !is_parallel) {
+      if constexpr (kIsUnitAlone) {
+        sync_unit(warp / kUnitWarps, kUnitWarps * kWarp);
+      } else {
+        sync_computing_warps(places * kWarp);
+      }
+    }
   }
 }
 
 // kCtas of it share an SM, so that the next product's first weights are on their way while this one
 // finishes.
-template <TileTypes kTypes, int kRowTiles, int kGroups, int kMaxWarps, int kCtas>
+template <TileTypes kTypes, int kRowTiles, int kGroups, int kMaxWarps, int kCtas, bool kIsMany>
 __global__ void __launch_bounds__((kMaxWarps + 1) * kWarp, kCtas)
     mma_tile_kernel(const __grid_constant__ TileArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -630,13 +657,13 @@ __global__ void __launch_bounds__((kMaxWarps + 1) * kWarp, kCtas)
     let_next_kernel_start();
   };
   if (warp == computing) {
-    copy_items<kRowTiles, 1>(args, ring, 0, lane, computing, sync);
+    copy_items<kRowTiles, 1, kIsMany>(args, ring, 0, lane, computing, sync);
     return;
   }
   sync();
   // Its outputs may be what the previous kernel still reads.
   wait_for_previous_kernel();
-  compute_items<kTypes, kRowTiles, kGroups, 1>(
+  compute_items<kTypes, kRowTiles, kGroups, 1, kIsMany>(
       args, ring, reinterpret_cast<float *>(ring.base + ring.num_steps * ring.step_bytes), warp,
       lane);
 }
@@ -649,7 +676,7 @@ XLLM_HOST_DEVICE constexpr int wide_max_groups(int token_groups) {
   return token_groups == 4 ? 4 : 3;
 }
 
-template <int kGroups>
+template <int kGroups, bool kIsMany>
 __global__ void __launch_bounds__((wide_max_groups(kGroups) + 1) * 4 * kWarp, 1)
     wgmma_tile_kernel(const __grid_constant__ TileArgs args) {
 #ifdef XLLM_HAS_WGMMA
@@ -664,7 +691,7 @@ __global__ void __launch_bounds__((wide_max_groups(kGroups) + 1) * 4 * kWarp, 1)
   };
   if (warp >= computing) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    copy_items<kWideTiles, 4>(args, ring, warp - computing, lane, computing, sync);
+    copy_items<kWideTiles, 4, kIsMany>(args, ring, warp - computing, lane, computing, sync);
   } else {
     if constexpr (kGroups == 4)
       asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
@@ -672,7 +699,7 @@ __global__ void __launch_bounds__((wide_max_groups(kGroups) + 1) * 4 * kWarp, 1)
       asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     sync();
     wait_for_previous_kernel();
-    compute_items<TileTypes::kQ4KQ6K, kWideTiles, kGroups, 4>(
+    compute_items<TileTypes::kQ4KQ6K, kWideTiles, kGroups, 4, kIsMany>(
         args, ring, reinterpret_cast<float *>(ring.base + ring.num_steps * ring.step_bytes), warp,
         lane);
   }
