@@ -39,11 +39,12 @@ TileKernel kernel_of(const Shape &shape) {
              ? mma_tile_kernel<kTypes, 1, 1, kEight.max_warps, kEight.ctas, false>
              : mma_tile_kernel<kTypes, 1, 2, kSixteen.max_warps, kSixteen.ctas, false>;
 }
-// Of several token tiles: kWide64 and kMany.
+// Of several token tiles: the shapes that take 64 tokens at a time.
 template <TileTypes kTypes>
 TileKernel many_kernel_of(const Shape &shape) {
-  return shape.unit_warps == 4 ? wgmma_tile_kernel<8, true>
-                               : mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas, true>;
+  return shape.unit_warps == 4 && shape.groups == 8 ? wgmma_tile_kernel<8, true>
+         : shape.unit_warps == 4 ? wgmma_tile_kernel<4, true>
+                                 : mma_tile_kernel<kTypes, 2, 4, kMany.max_warps, kMany.ctas, true>;
 }
 
 // Shared memory of a CTA.
@@ -67,7 +68,6 @@ std::vector<Shape> shapes_of(const Device &device, const MatmulArgs &args) {
   if (args.num_tokens <= 16 || is_mixed) return {kSixteen};
   if (!device.has_wgmma || !has_common_types(args)) return {kMany};
   if (args.num_tokens <= 32) return {kWide32};
-  if (args.num_tokens > kMaxTileTokens) return {kWide64};
   return {kWide64, kWide32};
 }
 
@@ -225,7 +225,7 @@ void prepare_tile(Device *device) {
     prepare(kernel_of<TileTypes::kQ4KQ6K>(shape));
     prepare(kernel_of<TileTypes::kAll>(shape));
   }
-  for (const Shape &shape : {kMany, kWide64}) {
+  for (const Shape &shape : {kMany, kWide32, kWide64}) {
     prepare(many_kernel_of<TileTypes::kQ4KQ6K>(shape));
     prepare(many_kernel_of<TileTypes::kAll>(shape));
   }
