@@ -218,7 +218,7 @@ class Matcher:
     def _mask_or_error(self) -> bytes:
         try:
             return self.mask()
-        except Exception as error:
+        except BaseException as error:  # a panic of llguidance's is no Exception
             self.error = type(error).__name__
             return b""
 
@@ -234,7 +234,7 @@ class MaskMaker:
     def __init__(self, num_threads: int, mask_bytes: int) -> None:
         self._executor = None
         if num_threads > 1:
-            with contextlib.suppress(Exception):  # where no thread can be had, the caller's computes them
+            with contextlib.suppress(BaseException):  # where no thread can be had, the caller's computes them
                 self._executor = LLExecutor(num_threads)
         self._mask_bytes = mask_bytes
 
@@ -248,7 +248,7 @@ class MaskMaker:
         places = [(matcher._core, place) for place, matcher in enumerate(matchers)]
         try:
             self._executor.unsafe_compute_mask_ptr(places, address, size, len(matchers))
-        except Exception:  # of one of them, which is found by itself
+        except BaseException:  # of one of them, which is found by itself
             return [matcher._mask_or_error()[:size] for matcher in matchers]
         view = memoryview(buffer)
         return [

@@ -25,9 +25,16 @@ class _RefusingEngine(FakeEngine):
         raise self.problem
 
 
+class _Panic(BaseException):
+    """As what a fault of llguidance's own raises."""
+
+
 class _BrokenMaker:
+    def __init__(self, problem: BaseException) -> None:
+        self.problem = problem
+
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | memoryview]:
-        raise MemoryError
+        raise self.problem
 
 
 @pytest.mark.parametrize("problem", [InvalidArgumentError("token_index"), ValueError("words")])
@@ -36,8 +43,11 @@ def test_masks_that_the_core_does_not_take_end_their_requests(problem: Exception
     expect_ends(core, lambda: Constrained(cast(Matcher, None), free_until="</think>"))
 
 
-def test_masks_that_cannot_be_computed_end_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MaskMaker", lambda *_: _BrokenMaker())
+@pytest.mark.parametrize("problem", [MemoryError(), _Panic()])
+def test_masks_that_cannot_be_computed_end_their_requests(
+    monkeypatch: pytest.MonkeyPatch, problem: BaseException
+) -> None:
+    monkeypatch.setattr(masks, "MaskMaker", lambda *_: _BrokenMaker(problem))
     matcher: Any = SimpleNamespace(is_complete=False, error="")
     expect_ends(FakeEngine(), lambda: Constrained(matcher))
 

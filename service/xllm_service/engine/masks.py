@@ -101,7 +101,8 @@ class MaskWorker:
     def _push(self, batch: list[_Wanted], maker: MaskMaker) -> None:
         try:
             self.core.push_masks(self._make(batch, maker))
-        except Exception as error:  # none of them has come, and no request may wait for ever
+        # note: what llguidance itself has done wrong, a panic of its, is no Exception.
+        except BaseException as error:  # none of them has come, and no request may wait for ever
             for wanted in batch:
                 wanted.row.error = wanted.row.error or type(error).__name__
         with contextlib.suppress(XllmError):  # the engine has failed, and says so itself
@@ -133,6 +134,6 @@ class MaskWorker:
             if row.free_until:
                 return True
             row.is_complete, row.error = row.matcher.is_complete, row.matcher.error
-        except Exception as error:  # a request must never wait for a mask that nobody computes
+        except BaseException as error:  # a request must never wait for a mask that nobody computes
             row.error = type(error).__name__
         return not (row.is_complete or row.error)
