@@ -11,7 +11,7 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Let interrupts arrive: a shell that starts the suite in the background has it, and what it starts, ignore them."""
+    """Let interrupts arrive: what a shell starts in the background ignores them, and so does what that starts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
