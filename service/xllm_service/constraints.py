@@ -161,7 +161,7 @@ class CompiledConstraint:
 
     @property
     def num_copies(self) -> int:
-        """Of itself."""
+        """How many there are; one at first."""
         return len(self._copies)
 
     def add_copy(self) -> None:
@@ -228,7 +228,8 @@ class MaskMaker:
 
     Args:
         num_threads: that compute, where they can be had.
-        mask_bytes: size of a mask; a multiple of four. Rows without a token are not allowed.
+        mask_bytes: size of a mask, a bit for each row of the head; a multiple of four. A row that has no token is not
+            allowed.
     """
 
     def __init__(self, num_threads: int, mask_bytes: int) -> None:

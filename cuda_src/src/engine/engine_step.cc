@@ -136,6 +136,7 @@ StepInFlight Engine::start_ahead(Lane *lane, const StepInFlight &step) {
   return ahead;
 }
 
+// Whether another lane waits for its turn.
 bool Engine::has_work_elsewhere(const Lane *lane) const {
   return std::any_of(lanes_.begin(), lanes_.end(), [&](const std::unique_ptr<Lane> &other) {
     return other.get() != lane && other->scheduler.has_work();
